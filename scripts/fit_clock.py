@@ -29,7 +29,7 @@ from published import EAGER, PublishedRun, predict, program_of, published_runs
 from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.plan.cluster.gpus import find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
-from jfsdp.plan.search.jobs import plan_job
+from jfsdp.plan.jobs import plan_job
 from jfsdp.trainer.help_groups import Options, option
 
 Constants = dict[str, float]

@@ -38,7 +38,7 @@ class AuditProgram(StepOptions):
 
     def run(self) -> int:
         from jfsdp.layout.mesh import MODEL_AXES
-        from jfsdp.plan.search.jobs import shard_planned
+        from jfsdp.plan.jobs import shard_planned
         from jfsdp.plan.traffic.audit import audit, read_module
 
         module = read_module(Path(self.hlo).expanduser())

@@ -69,7 +69,7 @@ class PlanJob(StepOptions):
     def run(self) -> int:
         from jfsdp.plan.cluster.hardware import Cluster, find_gpu
         from jfsdp.plan.cluster.target import PlanUnavailable
-        from jfsdp.plan.search.jobs import plan_job
+        from jfsdp.plan.jobs import plan_job
         from jfsdp.plan.time.chart import plot_timeline
 
         gpu = find_gpu(self.gpu)
@@ -167,13 +167,12 @@ class PlanJob(StepOptions):
         return int(self.reserve * GIB)
 
     def _estimate(self, cluster: Cluster) -> int:
-        from jfsdp.plan.memory.peak import limit_bytes
-        from jfsdp.plan.search.jobs import bound_job
+        from jfsdp.plan.jobs import bound_job
 
         with failing_factory(self.factory), progress(quiet=self.json) as tell:
             tell("sharding")
             bound = bound_job(self, cluster)
-        estimate = bound.to_dict(limit_bytes(cluster.gpu.memory_bytes, self._reserve_bytes()))
+        estimate = bound.to_dict(cluster.gpu.memory_bytes - self._reserve_bytes())
         return self._tell(estimate, lambda: print_estimate(estimate, cluster), fits=estimate["state_fits"])
 
 

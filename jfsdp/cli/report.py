@@ -25,9 +25,9 @@ def print_plan(plan: Plan) -> None:
 
     console, cluster = make_console(), plan.cluster
     console.print(f"{cluster.describe()}: {summary(plan.layout)}")
-    console.print(f"program {plan.program}: {as_options(plan.reason)}")
-    if plan.prefetch:
-        ahead = f"prefetch {plan.prefetch.forward} forward and {plan.prefetch.backward} backward"
+    console.print(f"program {plan.spec.program}: {as_options(plan.spec.reason)}")
+    if prefetch := plan.spec.prefetch:
+        ahead = f"prefetch {prefetch.forward} forward and {prefetch.backward} backward"
         console.print(f"{ahead}, storage {plan.layout.storage}")
     if pipe := plan.pipeline:
         console.print(

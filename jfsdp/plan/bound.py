@@ -8,12 +8,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jfsdp.arguments import checked
+from jfsdp.engine.movements import movements
 from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
 from jfsdp.layout.precision import item_bytes
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.plan import Work, check_cluster, rows_of
-from jfsdp.plan.traffic.theory import expected_wire
 from jfsdp.train.state_bytes import StateBytes, account
 from jfsdp.train.step.step import TrainStep
 
@@ -92,11 +92,11 @@ def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None 
     check_cluster(step, cluster)
     spec = step.resolve(batch)
     layout, work = step.layout, work or rows_of(step, batch)
-    rows = [row for row in expected_wire(layout, spec) if row.wire_bytes]
+    moves = movements(layout, spec)
     sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in OUTER_FIRST}
     wire_s = sum(
-        row.wire_bytes / cluster.group_bandwidth(_group(sizes, row.axes)[: row.group_size], _LARGE_BYTES)
-        for row in rows
+        move.wire_bytes / cluster.group_bandwidth(_group(sizes, move.axes)[: move.group_size], _LARGE_BYTES)
+        for move in moves
     )
     items = work.items / layout.num_shards(MODEL_AXES)  # the least, if the model splits all that it computes
     flops = _least_flops(layout, work) * _passes_per_microbatch(step, work)
@@ -105,7 +105,7 @@ def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None 
         state=account(step.abstract_state()),
         unit_bytes=max((_unit_bytes(layout, unit.leaves) for unit in layout.units), default=0),
         compute_s=flops * items / cluster.gpu.peak_flops(work.dtype),
-        wire_bytes=sum(row.wire_bytes for row in rows),
+        wire_bytes=sum(move.wire_bytes for move in moves),
         wire_s=wire_s,
         items=items,
         item=work.item,

@@ -17,8 +17,8 @@ from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import topology_devices
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import parse_module
-from jfsdp.plan.memory.peak import RESERVE_BYTES, breakdown, limit_bytes
-from jfsdp.plan.search.jobs import find_planned_job, mesh_sizes
+from jfsdp.plan.jobs import find_planned_job, mesh_sizes
+from jfsdp.plan.memory.peak import RESERVE_BYTES, breakdown
 from jfsdp.plan.time.timeline import Rates, simulate
 from jfsdp.trainer.generate import Generator
 from jfsdp.trainer.options import ShardingOptions, shard_job
@@ -69,7 +69,7 @@ class InferencePlan:
     @property
     def limit_bytes(self) -> int:
         """What they may take of a GPU's memory."""
-        return limit_bytes(self.cluster.gpu.memory_bytes, self.reserve_bytes)
+        return self.cluster.gpu.memory_bytes - self.reserve_bytes
 
     @property
     def fits(self) -> bool:

@@ -17,15 +17,15 @@ import jax
 import numpy as np
 
 from jfsdp.arguments import Count, Size, checked
-from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.options import is_gpu
+from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import Module, parse_module
-from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, fits, largest_buffers, limit_bytes
+from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, largest_buffers
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.timeline import Rates, Timeline, simulate
 from jfsdp.plan.traffic.ledger import Ledger, make_ledger
@@ -101,8 +101,7 @@ class Plan:
     """What a step does on a cluster; see `make_plan`.
 
     Attributes:
-      program: "xla" or "manual", and the reason why.
-      prefetch: how far gathers run ahead; None: XLA orders them.
+      spec: what was decided about the step: its program, the reason, and the depth of prefetch.
       pipeline: on a mesh with axis `pipe`.
     """
 
@@ -115,15 +114,13 @@ class Plan:
     ledger: Ledger
     timeline: Timeline
     reserve_bytes: int
-    program: str
-    reason: str
-    prefetch: Prefetch | None
+    spec: StepSpec
     pipeline: Pipeline | None = None
 
     @property
     def limit_bytes(self) -> int:
         """What a step may take of a GPU's memory."""
-        return limit_bytes(self.cluster.gpu.memory_bytes, self.reserve_bytes)
+        return self.cluster.gpu.memory_bytes - self.reserve_bytes
 
     @property
     def needed_bytes(self) -> int:
@@ -133,7 +130,7 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether the step fits into a GPU with the reserve untouched."""
-        return fits(self.memory, self.cluster.gpu.memory_bytes, self.reserve_bytes)
+        return self.needed_bytes <= self.limit_bytes
 
     @property
     def step_s(self) -> float:
@@ -198,9 +195,9 @@ class Plan:
             "fits": self.fits,
             "cluster": self.cluster.to_dict(),
             "strategy": self.layout.strategy.name,
-            "program": self.program,
-            "reason": self.reason,
-            "prefetch": self.prefetch and dataclasses.asdict(self.prefetch),
+            "program": self.spec.program,
+            "reason": self.spec.reason,
+            "prefetch": self.spec.prefetch and dataclasses.asdict(self.spec.prefetch),
             "pipeline": self.pipeline and self.pipeline.to_dict(),
             "storage": self.layout.storage,
             "mesh": dict(self.layout.mesh_sizes),
@@ -219,9 +216,9 @@ class Plan:
             ],
             "state_bytes": self.state.total,
             "host_state_bytes": self.state.host_total,
-            **{name: ledger[name] for name in _LEDGER},
-            "collectives": ledger["rows"],
-            "unknown_collectives": ledger["unknown"],
+            "collectives": ledger.pop("rows"),
+            "unknown_collectives": ledger.pop("unknown"),
+            **ledger,
             "timeline": [_timed(timed) for timed in clock.collectives],
             "overlapped_share": clock.overlapped_share,
             "exposed_s": clock.exposed_s,
@@ -240,9 +237,6 @@ class Plan:
             "options": dict(self.compiled.options),
             "compile_s": self.compiled.compile_s,
         }
-
-
-_LEDGER = ("wire_bytes", "wire_bytes_theory", "wire_ratio", "own_bytes", "own_bytes_theory", "own_ratio")
 
 
 @contextlib.contextmanager
@@ -333,9 +327,7 @@ def make_plan(
         ),
         timeline=timeline,
         reserve_bytes=reserve_bytes,
-        program=step.spec.program,
-        reason=step.spec.reason,
-        prefetch=step.spec.prefetch,
+        spec=step.spec,
         pipeline=_pipeline(step, module, timeline),
     )
 

@@ -9,9 +9,9 @@ from jax.experimental.compilation_cache import compilation_cache
 from jfsdp.cli import main
 from jfsdp.cli.report import print_search
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
+from jfsdp.plan.jobs import plan_job
 from jfsdp.plan.plan import EagerComputation
 from jfsdp.plan.search.candidates import Candidate, Outcome, Search
-from jfsdp.plan.search.jobs import plan_job
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.parse import read_fields
 

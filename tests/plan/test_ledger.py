@@ -6,14 +6,13 @@ import math
 import pytest
 
 import jfsdp
-from jfsdp.engine.movements import wire_bytes
+from jfsdp.engine.movements import movements, wire_bytes
 from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.plan.hlo.collectives import Collective, find_collectives
 from jfsdp.plan.hlo.op_names import split_names
 from jfsdp.plan.hlo.parse import Shape, parse_module
 from jfsdp.plan.traffic.axes import group_axes
 from jfsdp.plan.traffic.ledger import make_ledger
-from jfsdp.plan.traffic.theory import expected_wire
 from tests.plan import programs
 from tests.sharding import fully_shard
 from tests.steps import spec_of
@@ -48,7 +47,7 @@ def test_what_xla_compiles_is_what_theory_says(name):
     assert found.unknown == ()
     assert found.unknown_bytes == 0
     assert found.wire_ratio == pytest.approx(1, abs=NORMS)
-    expected = sum(row.wire_bytes for row in expected_wire(layout, spec_of(layout, **step)) if row.what != "scalars")
+    expected = sum(move.wire_bytes for move in movements(layout, spec_of(layout, **step)))
     assert found.wire_bytes_theory == pytest.approx(expected, rel=1e-4)
     for unit in layout.units:
         rows = [row for row in found.rows if row.unit == unit.name]
@@ -87,10 +86,9 @@ def test_padding_is_a_row_of_its_own():
     text, layout = programs.program(hosts=3)
     found = ledger_of(layout, text)
     padding = [row for row in found.rows if row.what == "padding" and row.kind == "all-gather"]
-    wanted = [
-        row for row in expected_wire(layout, spec_of(layout)) if row.what == "padding" and row.kind == "all-gather"
-    ]
-    assert sum(row.measured_bytes for row in padding) == pytest.approx(sum(row.wire_bytes for row in wanted))
+    gathers = [move for move in movements(layout, spec_of(layout)) if move.kind == "all-gather"]
+    wanted = sum(move.wire_bytes * move.leaf.padding_share for move in gathers)
+    assert sum(row.measured_bytes for row in padding) == pytest.approx(wanted)
     assert sum(row.measured_bytes for row in padding) > 0
     assert found.wire_ratio == pytest.approx(1, abs=NORMS)
 

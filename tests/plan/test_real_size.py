@@ -7,7 +7,7 @@ import pytest
 from jfsdp.plan.cluster.compile import compile_step, without_cache
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import topology_devices
-from jfsdp.plan.search.jobs import plan_job, shard_planned
+from jfsdp.plan.jobs import plan_job, shard_planned
 from jfsdp.trainer.options import StepOptions
 from tests.options import made
 

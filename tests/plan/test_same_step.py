@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from jfsdp.plan.search.jobs import shard_planned
+from jfsdp.plan.jobs import shard_planned
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.run.build import build
 from jfsdp.trainer.run.config import TrainConfig

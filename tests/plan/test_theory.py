@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import pytest
 
 import jfsdp
+from jfsdp.engine.movements import CALL, FORWARD, LAST, movements
 from jfsdp.layout.layout import num_parameters
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.hlo.parse import Shape
-from jfsdp.plan.traffic.theory import expected_wire, hlo_dtype
+from jfsdp.plan.hlo.parse import Shape, hlo_dtype
+from jfsdp.plan.traffic.ledger import make_ledger
 from jfsdp.trainer.job import find_job
 from tests.steps import fully_shard, spec_of
 
@@ -40,24 +41,16 @@ def layout(strategy="full_shard", mesh=(("fsdp", NUM),), param_dtype="bfloat16",
     ).layout
 
 
-def rows_of(layout, calls=None, **step):
-    return expected_wire(layout, spec_of(layout, calls=calls, **step), calls)
+def moves_of(layout, calls=None, **step):
+    return movements(layout, spec_of(layout, calls=calls, **step), calls)
 
 
-def wire(layout, **step):
-    """Bytes by (kind, devices in a group), without the allowance for scalars."""
+def wire(layout, *names, **step):
+    """Bytes by kind and devices in a group, or by other attributes of the movements."""
     total = {}
-    for row in rows_of(layout, **step):
-        if row.what != "scalars":
-            key = row.kind, row.group_size
-            total[key] = total.get(key, 0) + row.wire_bytes
-    return total
-
-
-def by_what(layout, **step):
-    total = {}
-    for row in rows_of(layout, **step):
-        total[row.what] = total.get(row.what, 0) + row.wire_bytes
+    for move in moves_of(layout, **step):
+        key = tuple(getattr(move, name) for name in names or ("kind", "group_size"))
+        total[key] = total.get(key, 0) + move.wire_bytes
     return total
 
 
@@ -213,12 +206,9 @@ def test_bytes_follow_the_formula(name):
 
 def test_reducing_once_in_float32_doubles_the_reduction_alone():
     table = layout("zero1", reduce_dtype="float32")
-    rows = rows_of(table, accumulate=4, sync="last")
-    found = {(row.kind, row.dtype): 0.0 for row in rows if row.what != "scalars"}
-    for row in rows:
-        if row.what != "scalars":
-            found[row.kind, row.dtype] += row.wire_bytes
-    assert found == pytest.approx({("all-gather", "bf16"): 2 * P * SHARE, ("reduce-scatter", "f32"): 4 * P * SHARE})
+    found = wire(table, "kind", "dtype", accumulate=4, sync="last")
+    wanted = {("all-gather", "bfloat16"): 2 * P * SHARE, ("reduce-scatter", "float32"): 4 * P * SHARE}
+    assert found == pytest.approx(wanted)
 
 
 def test_frozen_leaves_are_gathered_and_not_reduced():
@@ -232,24 +222,26 @@ def test_frozen_leaves_are_gathered_and_not_reduced():
 def test_replicated_leaves_are_all_reduced_and_named():
     table = layout(min_size=5000)
     norms = 65 * 4096
-    rows = [row for row in rows_of(table) if row.what == "replicated"]
-    assert sum(row.wire_bytes for row in rows) == pytest.approx(2 * 2 * norms * SHARE)
+    rows = [row for row in make_ledger(table, []).rows if row.what == "replicated"]
+    assert sum(row.expected_bytes for row in rows) == pytest.approx(2 * 2 * norms * SHARE)
     assert {path for row in rows for path in row.paths} == {
         "layers.attn_norm.scale",
         "layers.mlp_norm.scale",
         "norm.scale",
     }
-    assert "replicated" not in by_what(layout("ddp")), "ddp splits nothing, so nothing is replicated against its will"
+    rows = make_ledger(layout("ddp"), []).rows
+    assert {row.what for row in rows} == {"gradients"}, "ddp splits nothing, so nothing is replicated against its will"
 
 
 def test_padding_is_a_line_of_its_own_and_the_sum_is_that_of_the_stored_shapes():
     table = layout(mesh=(("fsdp", 24),))
     stored = sum(math.prod(leaf.stored_shape) for leaf in table.leaves)
     assert stored > P
-    found = by_what(table)
-    scattered = sum(row.wire_bytes for row in rows_of(table) if row.kind == "reduce-scatter")
-    assert scattered == pytest.approx(2 * stored * 23 / 24)
-    assert found["reduce"] == pytest.approx(2 * P * 23 / 24)
+    assert wire(table)["reduce-scatter", 24] == pytest.approx(2 * stored * 23 / 24)
+    found = dict.fromkeys(("gradients", "padding", "parameters"), 0.0)
+    for row in make_ledger(table, []).rows:
+        found[row.what] += row.expected_bytes
+    assert found["gradients"] == pytest.approx(2 * P * 23 / 24)
     assert found["padding"] == pytest.approx(
         2 * (stored - P) * 23 / 24 * 3 - (2 * (root_stored(table) - ROOT) * 23 / 24), rel=1e-9
     ), "gathered twice and scattered once, the root gathered once"
@@ -260,22 +252,21 @@ def root_stored(table):
 
 
 def test_a_unit_that_is_called_twice_moves_twice():
-    once, twice = by_what(layout()), by_what(layout(), calls={"layers": 2})
+    once, twice = wire(layout(), "when"), wire(layout(), "when", calls={"layers": 2})
     layers = 2 * (P - ROOT) * SHARE
-    assert twice["gather forward"] - once["gather forward"] == pytest.approx(layers)
-    assert twice["reduce"] - once["reduce"] == pytest.approx(layers)
+    for when in ((FORWARD,), (CALL,)):
+        assert twice[when] - once[when] == pytest.approx(layers)
 
 
 def test_calls_of_an_unknown_unit_are_refused():
     with pytest.raises(ValueError, match="calls: unit 'layer' is unknown; the units are '', 'layers'"):
-        rows_of(layout(), calls={"layer": 2})
+        moves_of(layout(), calls={"layer": 2})
 
 
 def test_reducing_once_gathers_every_microbatch_and_reduces_the_last():
-    found = by_what(layout(), accumulate=MICROBATCHES, sync="last")
-    once = by_what(layout())
-    assert found["gather forward"] == pytest.approx(MICROBATCHES * once["gather forward"])
-    assert found["reduce"] == pytest.approx(once["reduce"])
+    found, once = wire(layout(), "when", accumulate=MICROBATCHES, sync="last"), wire(layout(), "when")
+    assert found[FORWARD,] == pytest.approx(MICROBATCHES * once[FORWARD,])
+    assert found[LAST,] == pytest.approx(once[CALL,])
 
 
 def test_xla_sums_every_microbatch_over_every_axis():
@@ -288,7 +279,7 @@ def test_xla_sums_every_microbatch_over_every_axis():
 
 
 def test_one_device_sends_nothing():
-    assert rows_of(layout(mesh=(("fsdp", 1),))) == ()
+    assert moves_of(layout(mesh=(("fsdp", 1),))) == ()
 
 
 @pytest.mark.parametrize(("param_dtype", "size"), [("bfloat16", 2), (None, 4)])

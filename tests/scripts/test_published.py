@@ -10,7 +10,7 @@ from jfsdp.layout.layout import num_parameters
 from jfsdp.layout.mesh import num_data_shards
 from jfsdp.plan.cluster.gpus import find_gpu
 from jfsdp.plan.cluster.hardware import Cluster, matmul_rate
-from jfsdp.plan.search.jobs import plan_job, shard_planned
+from jfsdp.plan.jobs import plan_job, shard_planned
 from jfsdp.plan.time.rates import Rates
 from jfsdp.plan.time.work import Kind, Matmul, Work
 from scripts.published import EAGER, predict, program_of, published_runs

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 import jfsdp
 from jfsdp.layout.flat import pack, unpack
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.traffic.ledger import one_microbatch
-from jfsdp.plan.traffic.theory import expected_wire
+from jfsdp.plan.traffic.ledger import make_ledger
 from tests import hlo
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.steps import fully_shard
@@ -287,8 +286,7 @@ def test_averages_of_some_leaves_in_another_dtype():
 
 def test_theory_shows_the_padding_of_leaves():
     layout = make(mesh="3").layout
-    rows = expected_wire(layout, one_microbatch(layout))
-    assert sum(row.wire_bytes for row in rows if row.what == "padding") > 0
+    assert sum(row.expected_bytes for row in make_ledger(layout, []).rows if row.what == "padding") > 0
 
 
 def test_a_step_has_one_gather_and_one_reduction_per_unit():

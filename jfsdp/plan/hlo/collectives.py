@@ -16,13 +16,14 @@ from jfsdp.plan.hlo.device_groups import read_groups
 from jfsdp.plan.hlo.parse import Computation, Instruction, Module, Shape
 from jfsdp.plan.hlo.trip_counts import Execution, executions
 
+PERMUTE = "collective-permute"
 KINDS = (
     "all-gather",
     "reduce-scatter",
     "all-reduce",
     "all-to-all",
     "ragged-all-to-all",
-    "collective-permute",
+    PERMUTE,
     "collective-broadcast",
 )
 

@@ -215,6 +215,18 @@ def _bits(dtype: str) -> int:
     return int(found[1]) if found else 8 if dtype == "pred" else 0
 
 
+def hlo_dtype(name: str) -> str:
+    """Return how HLO writes a dtype: bf16 for bfloat16."""
+    if name in _HLO_DTYPES:
+        return _HLO_DTYPES[name]
+    letters = name.rstrip("0123456789")
+    return _HLO_PREFIXES.get(letters, letters) + name[len(letters) :]
+
+
+_HLO_DTYPES = {"bool": "pred", "bfloat16": "bf16", "complex64": "c64", "complex128": "c128"}
+_HLO_PREFIXES = {"float": "f", "int": "s", "uint": "u"}
+
+
 def _called(attributes: str) -> tuple[str, ...]:
     names = []
     for one, several in _CALLED.findall(attributes):

@@ -37,10 +37,6 @@ class Value:
     shape: str
 
     @property
-    def end(self) -> int:
-        return self.offset + self.num_bytes
-
-    @property
     def is_table(self) -> bool:
         """Whether this is the table of addresses of a tuple."""
         return self.shape.startswith("(")
@@ -192,7 +188,12 @@ def find_peak(allocations: Iterable[Allocation], ranges: LiveRanges) -> Moment:
     Raises:
       ValueError: if a value has no live range: the two texts are of two modules.
     """
-    timed = [(place, _lifetime(value, ranges), value) for place, value in _temporaries(allocations)]
+    timed = [
+        (place, _lifetime(value, ranges), value)
+        for place, allocation in enumerate(allocations)
+        if allocation.is_temp
+        for value in allocation.values
+    ]
     best = Moment(0, ())
     for bound, step in _bounds(timed):
         if bound <= best.num_bytes:
@@ -201,12 +202,6 @@ def find_peak(allocations: Iterable[Allocation], ranges: LiveRanges) -> Moment:
         moment = Moment(step, tuple(_cover(live)))
         best = max(best, moment, key=lambda found: found.num_bytes)
     return best
-
-
-def _temporaries(allocations: Iterable[Allocation]) -> Iterator[tuple[int, Value]]:
-    for place, allocation in enumerate(allocations):
-        if allocation.is_temp:
-            yield from ((place, value) for value in allocation.values)
 
 
 def _lifetime(value: Value, ranges: LiveRanges) -> tuple[int, int]:
@@ -249,33 +244,14 @@ def _merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def find_holes(allocations: Iterable[Allocation], ranges: LiveRanges, moment: Moment) -> tuple[tuple[Value, int], ...]:
-    """List what lies at other steps in the bytes that are free at the moment: why the allocations are that large.
-
-    Returns:
-      Values and how many free bytes each covers, each byte once, the largest first.
-    """
+def _cover(live: Iterable[tuple[int, Value]]) -> Iterator[tuple[Value, int]]:
+    """Give each byte to the largest value that covers it; of equals to the first one listed."""
     taken: dict[int, list[tuple[int, int]]] = {}
-    absent = []
-    for place, value in _temporaries(allocations):
-        start, end = _lifetime(value, ranges)
-        if start <= moment.step <= end:
-            taken[place] = _merge([*taken.get(place, []), (value.offset, value.end)])
-        else:
-            absent.append((place, value))
-    return tuple(sorted(_cover(absent, taken), key=lambda item: -item[1]))
-
-
-def _cover(
-    live: Iterable[tuple[int, Value]], taken: dict[int, list[tuple[int, int]]] | None = None
-) -> Iterator[tuple[Value, int]]:
-    """Give each byte that is not taken to the largest value that covers it; of equals to the first one listed."""
-    taken = {} if taken is None else taken
     for place, value in sorted(live, key=lambda item: -item[1].num_bytes):
-        spans = taken.setdefault(place, [])
+        spans, value_end = taken.setdefault(place, []), value.offset + value.num_bytes
         num_bytes = value.num_bytes - sum(
-            max(0, min(end, value.end) - max(start, value.offset)) for start, end in spans
+            max(0, min(end, value_end) - max(start, value.offset)) for start, end in spans
         )
         if num_bytes:
             yield value, num_bytes
-            taken[place] = _merge([*spans, (value.offset, value.end)])
+            taken[place] = _merge([*spans, (value.offset, value_end)])

@@ -8,8 +8,8 @@ Three sums, each exact:
 
 `unattributed` and `fragmentation` are remainders. To the first belong the buffers for which no evidence speaks, tables
 of addresses, and the few bytes by which XLA counts differently. The second is the heap of temporaries less what lies in
-it at the peak: XLA places buffers once, and at the peak some bytes are free that only others can use, before or after
-(`holes` names them). XLA's peak does not count it, but a device must have it.
+it at the peak: XLA places buffers once, and at the peak some bytes are free that only others can use, before or after.
+XLA's peak does not count it, but a device must have it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from jfsdp.plan.hlo.flow import Flow
 from jfsdp.plan.hlo.parse import Module
 from jfsdp.plan.memory.buffer_assignment import (
     Allocation,
-    find_holes,
     find_peak,
     read_allocations,
     read_live_ranges,
@@ -34,10 +33,9 @@ from jfsdp.plan.memory.classify import PARTS, Buffer, Judge, guess_vocab
 
 # What else of a GPU's memory is taken while a step runs. Assumed, not measured: 0.5 GiB for the CUDA context and loaded
 # kernels; 1.5 GiB for NCCL (buffers of several MiB per channel and peer, for a few communicators); 1 GiB for cuBLAS and
-# cuDNN, the allocator's rounding and holes, and arrays that the caller keeps beside state and batch.
+# cuDNN, the allocator's rounding and holes, and arrays that the caller keeps beside state and batch. JAX itself takes
+# only three quarters of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more: whoever starts the run sets that.
 RESERVE_BYTES = 3 * 2**30
-
-MAX_HOLES = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +50,6 @@ class Memory:
       parts: bytes by part, the keys of `PARTS`.
       moment: which operation runs at the peak, and the line of the user's program.
       buffers: everything that is live at the peak, largest first.
-      holes: what lies at other moments in the bytes that are free at the peak, largest first.
     """
 
     peak_bytes: int
@@ -61,7 +58,6 @@ class Memory:
     parts: Mapping[str, int]
     moment: str
     buffers: tuple[Buffer, ...]
-    holes: tuple[Buffer, ...]
 
     @property
     def allocated_bytes(self) -> int:
@@ -103,7 +99,6 @@ def breakdown(
     device = [allocation for allocation in used if not _is_on_host(allocation, judge)]
     host = [allocation for allocation in used if _is_on_host(allocation, judge)]
     moment = find_peak(device, ranges)
-    holes = find_holes(device, ranges, moment)
     held = [
         *_standing(device, judge),
         *(judge.judge(value, size) for value, size in moment.covered if not value.is_table),
@@ -124,7 +119,6 @@ def breakdown(
         parts=dict(parts),
         moment=judge.moment(schedule.get(moment.step, "")),
         buffers=tuple(sorted(held, key=lambda buffer: -buffer.num_bytes)),
-        holes=tuple(judge.judge(value, size) for value, size in holes[:MAX_HOLES] if not value.is_table),
     )
 
 
@@ -135,25 +129,6 @@ def largest_buffers(memory: Memory, num: int = 20) -> list[tuple[str, str, int, 
         groups.setdefault((buffer.part, buffer.name), []).append(buffer.num_bytes)
     rows = [(part, name, len(sizes), sum(sizes)) for (part, name), sizes in groups.items()]
     return sorted(rows, key=lambda row: -row[3])[:num]
-
-
-def limit_bytes(gpu_memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> int:
-    """Return what a step may take of a GPU's memory."""
-    return gpu_memory_bytes - reserve_bytes
-
-
-def headroom_bytes(memory: Memory, gpu_memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> int:
-    """Return what a GPU has left beside a step and the reserve; negative: what it lacks.
-
-    JAX itself takes only three quarters of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more: that is for the one
-    who starts the run to set, and not deducted here.
-    """
-    return limit_bytes(gpu_memory_bytes, reserve_bytes) - memory.allocated_bytes
-
-
-def fits(memory: Memory, gpu_memory_bytes: int, reserve_bytes: int = RESERVE_BYTES) -> bool:
-    """Say whether a GPU's memory holds a step, beside what CUDA, NCCL and the allocator are assumed to take."""
-    return headroom_bytes(memory, gpu_memory_bytes, reserve_bytes) >= 0
 
 
 def _is_on_host(allocation: Allocation, judge: Judge) -> bool:

@@ -21,9 +21,9 @@ from typing import Any
 from jfsdp.plan.bound import Bound
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import PlanUnavailable
-from jfsdp.plan.memory.peak import RESERVE_BYTES, limit_bytes
+from jfsdp.plan.jobs import bound_job, plan_job
+from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.plan.search.candidates import Candidate, Outcome, Search, pareto_front, rank
-from jfsdp.plan.search.jobs import bound_job, plan_job
 from jfsdp.plan.search.space import (
     SearchSpace,
     batches,
@@ -73,7 +73,7 @@ def search_job(
     tries = _Tries(options, cluster, budget_s, on_progress)
     given = {"target_config": target_config, "reserve_bytes": reserve_bytes, "documents_per_row": documents_per_row}
     tries.plan = lambda one: planner(one, cluster, **given)
-    tries.limit_bytes = limit_bytes(cluster.gpu.memory_bytes, reserve_bytes)
+    tries.limit_bytes = cluster.gpu.memory_bytes - reserve_bytes
     item = bound_job(options, cluster).item
     tries.begin()
     _run_stages(tries, space or SearchSpace())

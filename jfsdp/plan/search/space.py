@@ -15,7 +15,7 @@ from jfsdp.engine import dataflow
 from jfsdp.engine.options import unit_bytes
 from jfsdp.layout.mesh import PIPE
 from jfsdp.plan.cluster.hardware import Cluster
-from jfsdp.plan.search.jobs import find_planned_job, mesh_sizes, shard_planned
+from jfsdp.plan.jobs import find_planned_job, mesh_sizes, shard_planned
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.parse import Pairs
 

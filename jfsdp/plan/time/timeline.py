@@ -66,7 +66,6 @@ class Timeline:
       wire_s: of all collectives, hidden or not.
       overlapped_share: of the bytes that collectives in loops send, the part with at least one matmul between start and
         done; None where there are none.
-      matmul_flops, attention_flops: computed, remat and all; causal attention counts half.
       host_s: of copies to and from the host's memory.
     """
 
@@ -81,8 +80,6 @@ class Timeline:
     host_s: float
     host_exposed_s: float
     overlapped_share: float | None
-    matmul_flops: float
-    attention_flops: float
     collectives: tuple[Timed, ...]
     events: tuple[Event, ...]
 
@@ -213,7 +210,6 @@ class _Run:
     host_s: float = 0.0
     host_exposed_s: float = 0.0
     kind_s: dict[Kind, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(Kind, 0.0))
-    kind_flops: dict[Kind, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(Kind, 0.0))
 
     @property
     def compute_s(self) -> float:
@@ -225,7 +221,6 @@ class _Run:
         self.host_exposed_s += other.host_exposed_s * times
         for kind in other.kind_s:
             self.kind_s[kind] += other.kind_s[kind] * times
-            self.kind_flops[kind] += other.kind_flops[kind] * times
 
 
 class _Simulation:
@@ -262,8 +257,6 @@ class _Simulation:
             host_s=run.host_s,
             host_exposed_s=run.host_exposed_s,
             overlapped_share=overlapped_share(self.module, [timed.collective for timed in self.timed]),
-            matmul_flops=run.kind_flops[Kind.MATMUL],
-            attention_flops=run.kind_flops[Kind.ATTENTION],
             collectives=tuple(self.timed),
             events=tuple(self.events),
         )
@@ -318,7 +311,6 @@ class _Simulation:
         if work.kind not in (Kind.NONE, Kind.HOST):
             seconds = self.rates.work_s(work)
             run.kind_s[work.kind] += seconds
-            run.kind_flops[work.kind] += work.num_flops
             clock.compute(instruction.name, work.kind, seconds)
 
     def _work(self, computation: Computation, instruction: Instruction) -> Work:

@@ -29,9 +29,9 @@ from jfsdp.engine.dataflow import inner_jaxprs, is_literal, scan_counts
 from jfsdp.engine.engine import SCOPE
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
-from jfsdp.plan.hlo.collectives import wire_bytes
+from jfsdp.plan.hlo.collectives import PERMUTE, wire_bytes
+from jfsdp.plan.hlo.parse import hlo_dtype
 from jfsdp.plan.traffic.forms import ALL_REDUCE, REDUCE_SCATTER, Axis, Loop, Sum, num_bytes
-from jfsdp.plan.traffic.theory import PERMUTE, hlo_dtype
 from jfsdp.train.step.step import Trace
 
 

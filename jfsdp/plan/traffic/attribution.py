@@ -21,9 +21,8 @@ from jfsdp.engine.movements import GATHER, REDUCE, SCATTER, Move, wire_bytes
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf, cut_sizes
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.hlo.collectives import Collective
+from jfsdp.plan.hlo.collectives import PERMUTE, Collective
 from jfsdp.plan.hlo.op_names import find_scopes, split_names
-from jfsdp.plan.traffic.theory import PERMUTE
 
 SCALAR_ELEMENTS = 64  # arrays up to this size that no leaf explains are counts, norms and the like
 _WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # what a leaf may be in a collective that is not expected

@@ -13,14 +13,13 @@ from jfsdp.engine.movements import movements
 from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
-from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.collectives import SCALARS_BYTES, find_collectives
 from jfsdp.plan.hlo.op_names import find_argument
 from jfsdp.plan.hlo.parse import Instruction, Module, parse_module
 from jfsdp.plan.time.timeline import overlapped_share
 from jfsdp.plan.traffic.axes import is_own
 from jfsdp.plan.traffic.checks import Check, Finding, gb
 from jfsdp.plan.traffic.ledger import OWN, Ledger, make_ledger, one_microbatch
-from jfsdp.plan.traffic.theory import SCALARS_BYTES
 from jfsdp.train.step.step import Trace
 
 # What a program of another strategy, mesh or step than the layout's is found guilty of.

@@ -30,12 +30,11 @@ from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import SCALARS_BYTES, Collective
 from jfsdp.plan.hlo.kept_weights import find_held
-from jfsdp.plan.hlo.parse import Instruction, Module, Shape
+from jfsdp.plan.hlo.parse import Instruction, Module, Shape, hlo_dtype
 from jfsdp.plan.hlo.slices import find_wrong_slices
 from jfsdp.plan.hlo.trip_counts import walk
 from jfsdp.plan.traffic.attribution import Part
 from jfsdp.plan.traffic.ledger import OWN, Ledger
-from jfsdp.plan.traffic.theory import hlo_dtype
 
 _NARROW = {
     True: "gradients are rounded before they are summed; cast after that, or give the layout this reduce_dtype",

@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jfsdp.engine.dataflow import is_literal
-from jfsdp.plan.hlo.parse import Shape
+from jfsdp.plan.hlo.parse import Shape, hlo_dtype
 from jfsdp.plan.traffic.dims import SUMMED, adds, follow, is_known, is_linear, keeps_sums
-from jfsdp.plan.traffic.theory import hlo_dtype
 
 ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL = "all-gather", "all-reduce", "reduce-scatter", "all-to-all"
 

@@ -1,11 +1,18 @@
-"""The ledger: every collective of a compiled step beside what the strategy must send, unit by unit."""
+"""The ledger: every collective of a compiled step next to what the strategy must send, unit by unit.
+
+[Note: what theory counts]
+The list of movements (engine/movements.py), in bytes that each device sends per step, in the dtype of the wire, padding
+included and shown apart. Assumed: the backward of a resharded unit gathers all of its leaves again (XLA drops a gather
+that no derivative reads, such as that of an embedding's table). Not derivable from a layout, and so not counted: what
+an optimizer moves when its update mixes the elements of a leaf (Muon, factored moments), and activations, of which the
+step's trace says more (activations.py).
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from jfsdp.engine.movements import REDUCE, SCATTER, Move, deferred_axes, movements
@@ -13,18 +20,18 @@ from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.units import ROOT
-from jfsdp.plan.hlo.collectives import SCALARS_BYTES, Collective
-from jfsdp.plan.traffic.activations import Activations, Sent, find_activations
+from jfsdp.plan.hlo.collectives import PERMUTE, SCALARS_BYTES, Collective
+from jfsdp.plan.hlo.parse import hlo_dtype
+from jfsdp.plan.traffic.activations import Activations, find_activations
 from jfsdp.plan.traffic.attribution import Attribution, Part
 from jfsdp.plan.traffic.axes import group_axes, is_own
-from jfsdp.plan.traffic.theory import PERMUTE, hlo_dtype, is_replicated
 from jfsdp.train.step.step import Trace
 
 OWN = "the model's own"
 WHATS = ("parameters", "gradients", "replicated", "padding", "scalars", OWN)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Row:
     """One line of the ledger.
 
@@ -45,11 +52,11 @@ class Row:
     dtype: str
     axes: tuple[str, ...]
     group_size: int
-    measured_bytes: float
-    expected_bytes: float
-    count: int
-    crosses_nodes: bool | None
-    paths: tuple[str, ...]
+    measured_bytes: float = 0.0
+    expected_bytes: float = 0.0
+    count: int = 0
+    crosses_nodes: bool | None = None
+    paths: list[str] = dataclasses.field(default_factory=list)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,24 +156,25 @@ def make_ledger(
     """
     spec = spec or one_microbatch(layout, calls)
     moves = movements(layout, spec, calls)
-    attribution = Attribution(layout, moves)
-    parts, unknown, unknown_bytes, own = [], [], 0.0, []
+    attribution, rows = Attribution(layout, moves), _Rows(layout, gpus_per_node)
+    for move in moves:
+        rows.expect(move)
+    parts, unknown, unknown_bytes = [], [], 0.0
     for item in collectives:
         if is_own(layout, item):
-            own.append(item)
+            rows.measure_own(item)
             continue
         found, lost = attribution.parts(item)
+        rows.measure(item, found)
         parts += found
         if lost:
             unknown.append(item)
             unknown_bytes += lost
-    allowed = float(SCALARS_BYTES * spec.accumulate)
-    rows = _Rows(layout, gpus_per_node)
-    rows.expect(moves)
-    rows.measure(parts)
-    rows.measure_own(own)
     own_theory = trace and find_activations(trace, layout)
-    rows.expect_own(own_theory.sent if own_theory else ())
+    for sent in own_theory.sent if own_theory else ():
+        row = rows.find(ROOT, OWN, sent.kind, sent.dtype, sent.axes, layout.num_shards(sent.axes))
+        row.expected_bytes += sent.wire_bytes
+    allowed = float(SCALARS_BYTES * spec.accumulate)
     return Ledger(rows.finish(allowed), tuple(unknown), unknown_bytes, tuple(parts), own_theory)
 
 
@@ -177,116 +185,78 @@ def one_microbatch(layout: Layout, calls: Mapping[str, int] | None = None) -> St
 
 
 class _Rows:
-    """Sums parts and moves into rows."""
+    """The rows of a ledger, by what they sum up."""
 
     def __init__(self, layout: Layout, gpus_per_node: int | None):
         self.layout, self.gpus_per_node = layout, gpus_per_node
-        self.measured: Counter[tuple[Any, ...]] = Counter()
-        self.expected: Counter[tuple[Any, ...]] = Counter()
-        self.counts: Counter[tuple[Any, ...]] = Counter()
-        self.crosses: dict[tuple[Any, ...], bool | None] = {}
-        self.paths: dict[tuple[Any, ...], dict[str, None]] = {}
+        self.rows: dict[tuple[Any, ...], Row] = {}
 
-    def expect(self, moves: Sequence[Move]) -> None:
-        """Add what theory says."""
-        for move in moves:
-            padding = move.wire_bytes * move.leaf.padding_share
-            key = move.kind, hlo_dtype(move.dtype), move.axes, move.group_size
-            is_sum = move.kind in (SCATTER, REDUCE)
-            self._add(self.expected, move.leaf, key, move.wire_bytes - padding, padding, is_sum=is_sum)
+    def find(self, *key: Any) -> Row:
+        """Return the row of a unit, what it sends, a collective, a dtype, axes, and a size of groups."""
+        return self.rows.setdefault(key, Row(*key))
 
-    def measure(self, parts: Sequence[Part]) -> None:
-        """Add what was compiled."""
-        seen: set[tuple[Any, ...]] = set()
+    def expect(self, move: Move) -> None:
+        """Add a movement of theory."""
+        key = move.kind, hlo_dtype(move.dtype), move.axes, move.group_size
+        for row, size in self._split(move.leaf, key, move.wire_bytes, move.leaf.padding_share):
+            row.expected_bytes += size
+
+    def measure(self, item: Collective, parts: Sequence[Part]) -> None:
+        """Add the arrays of a collective that was compiled."""
+        # Pairs of a permutation follow no axis: any device may be another's partner.
+        group = range(self.layout.num_shards(self.layout.data_axes)) if item.kind == PERMUTE else item.group
+        axes, touched = group_axes(self.layout, group), set()
         for part in parts:
-            item = part.collective
-            # Pairs of a permutation follow no axis: any device may be another's partner.
-            group = range(self.layout.num_shards(self.layout.data_axes)) if item.kind == PERMUTE else item.group
-            axes = group_axes(self.layout, group)
-            key = item.kind, part.dtype, axes, len(group)
-            crosses = self._crosses(group)
             leaf = self.layout.by_path[part.path] if part.path else None
-            padding = self._padding_bytes(leaf, part)
-            is_sum = item.kind in (SCATTER, REDUCE)
-            for row in self._add(self.measured, leaf, key, part.wire_bytes - padding, padding, is_sum=is_sum):
-                self.crosses[row] = crosses
-                if (row, item.computation, item.name) not in seen:
-                    seen.add((row, item.computation, item.name))
-                    self.counts[row] += item.count
+            # XLA also reduces arrays of the logical shape, and pads the sum.
+            is_padded = leaf is not None and not part.elements % math.prod(leaf.cut_shape[leaf.stacked :])
+            padding_share = leaf.padding_share if leaf is not None and is_padded else 0.0
+            key = item.kind, part.dtype, axes, len(group)
+            for row, size in self._split(leaf, key, part.wire_bytes, padding_share):
+                row.measured_bytes += size
+                row.crosses_nodes = self._crosses(group)
+                touched.add(row)
+        for row in touched:
+            row.count += item.count
 
-    def expect_own(self, sent: Sequence[Sent]) -> None:
-        """Add what must cross the axes that the model itself is split over."""
-        for item in sent:
-            row = ROOT, OWN, item.kind, item.dtype, item.axes, self.layout.num_shards(item.axes)
-            self.expected[row] += item.wire_bytes  # type: ignore[assignment]
-            self.paths.setdefault(row, {})
-
-    def measure_own(self, collectives: Sequence[Collective]) -> None:
+    def measure_own(self, item: Collective) -> None:
         """Add what crosses the axes that the model itself is split over: of no unit."""
-        for item in collectives:
-            axes = group_axes(self.layout, item.group)  # of a permutation the pairs may join fewer
-            for dtype, size in item.wire_by_dtype.items():
-                row = ROOT, OWN, item.kind, dtype, axes, self.layout.num_shards(axes)
-                self.measured[row] += item.count * size  # type: ignore[assignment]
-                self.counts[row] += item.count
-                self.crosses[row] = self._crosses(item.group)
-                self.paths.setdefault(row, {})
+        axes = group_axes(self.layout, item.group)  # of a permutation the pairs may join fewer
+        for dtype, size in item.wire_by_dtype.items():
+            row = self.find(ROOT, OWN, item.kind, dtype, axes, self.layout.num_shards(axes))
+            row.measured_bytes += item.count * size
+            row.count += item.count
+            row.crosses_nodes = self._crosses(item.group)
 
     def _crosses(self, group: Sequence[int]) -> bool | None:
         return None if self.gpus_per_node is None else len({i // self.gpus_per_node for i in group}) > 1
 
-    def _padding_bytes(self, leaf: Leaf | None, part: Part) -> float:
-        if leaf is None or not leaf.padding or leaf.dim is None:
-            return 0.0
-        # XLA also reduces arrays of the logical shape, and pads the sum.
-        if not part.elements % math.prod(leaf.cut_shape[leaf.stacked :]):
-            return part.wire_bytes * leaf.padding / leaf.stored_shape[leaf.dim]
-        return 0.0
-
-    def _add(
-        self,
-        sums: Counter[tuple[Any, ...]],
-        leaf: Leaf | None,
-        key: tuple[Any, ...],
-        size: float,
-        padding: float,
-        *,
-        is_sum: bool,
-    ) -> list[tuple[Any, ...]]:
+    def _split(
+        self, leaf: Leaf | None, key: tuple[Any, ...], size: float, padding_share: float
+    ) -> Iterator[tuple[Row, float]]:
+        """Yield the rows of what a leaf sends, and of its padding there, with their bytes; None: of scalars."""
         if leaf is None:
-            unit, what = ROOT, "scalars"
-        else:
-            unit, what = leaf.unit, "gradients" if is_sum else "parameters"
-            what = "replicated" if is_replicated(self.layout, leaf) else what
-        rows = [(unit, what, *key)]
-        sums[rows[0]] += size  # type: ignore[assignment]
-        if padding:
-            rows.append((unit, "padding", *key))
-            sums[rows[1]] += padding  # type: ignore[assignment]
-        for row in rows:
-            names = self.paths.setdefault(row, {})
-            if leaf is not None:
-                names[leaf.path] = None
-        return rows
+            yield self.find(ROOT, "scalars", *key), size
+            return
+        what = "gradients" if key[0] in (SCATTER, REDUCE) else "parameters"
+        if leaf.dim is None and self.layout.num_shards(self.layout.strategy.axes("opt")) > 1:
+            what = "replicated"
+        rows = [(self.find(leaf.unit, what, *key), size * (1 - padding_share))]
+        if padding_share:
+            rows.append((self.find(leaf.unit, "padding", *key), size * padding_share))
+        for row, num_bytes in rows:
+            row.paths += [leaf.path] if leaf.path not in row.paths else []
+            yield row, num_bytes
 
     def finish(self, allowed: float) -> tuple[Row, ...]:
         """Return the rows, units in the layout's order; scalars are expected as they are, up to an allowance."""
         order = [unit.name for unit in self.layout.units]
         keys = sorted(
-            self.paths, key=lambda key: (key[1] in ("scalars", OWN), order.index(key[0]), WHATS.index(key[1]), key)
+            self.rows, key=lambda key: (key[1] in ("scalars", OWN), order.index(key[0]), WHATS.index(key[1]), key)
         )
-        scalars = [key for key in keys if key[1] == "scalars"]
-        for key in scalars:
-            self.expected[key] = min(self.measured[key], allowed)  # type: ignore[assignment]
-            allowed -= self.expected[key]
-        return tuple(
-            Row(
-                *key,
-                measured_bytes=float(self.measured[key]),
-                expected_bytes=float(self.expected[key]),
-                count=self.counts[key],
-                crosses_nodes=self.crosses.get(key),
-                paths=tuple(self.paths[key]),
-            )
-            for key in keys
-        )
+        rows = tuple(self.rows[key] for key in keys)
+        for row in rows:
+            if row.what == "scalars":
+                row.expected_bytes = min(row.measured_bytes, allowed)
+                allowed -= row.expected_bytes
+        return rows
