@@ -24,7 +24,7 @@ from jfsdp.cli.explain import Explain
 from jfsdp.cli.generate import Generate
 from jfsdp.cli.launch import Launch, split_command
 from jfsdp.cli.models import Models
-from jfsdp.cli.plan import FactoryError, PlanJob
+from jfsdp.cli.plan import FactoryError, PlanJob, is_refused_type
 from jfsdp.launch.runtime import plain_warnings
 from jfsdp.trainer.help_groups import read_command
 from jfsdp.trainer.option_errors import check_known
@@ -112,10 +112,12 @@ def main(args: Sequence[str] | None = None) -> int:
     except FactoryError as error:
         print(f"jfsdp: error: {error}", file=sys.stderr)
         return 1
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+    except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
         if _is_full(error):
             told = str(error).partition("\n")[0]
             error = ValueError(f"the memory does not suffice for what was asked ({told}); ask for less at a time")
+        if isinstance(error, TypeError) and not is_refused_type(error):
+            raise
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
         print(

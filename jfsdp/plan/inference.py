@@ -94,8 +94,6 @@ def plan_inference(
     cluster: Cluster,
     rows: int,
     length: int | None = None,
-    *,
-    target_config: str | None = None,
     reserve_bytes: int = RESERVE_BYTES,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> InferencePlan:
@@ -113,7 +111,7 @@ def plan_inference(
       ValueError: for a job without a cache, and for what generation would refuse.
     """
     on_progress("sharding")
-    devices, job = topology_devices(cluster, target_config), find_planned_job(options)
+    devices, job = topology_devices(cluster), find_planned_job(options)
     dtype = options.param_dtype or "float32"
     at_rest = dataclasses.replace(options, frozen=("**",), frozen_dtype=dtype)
     mesh = make_mesh(devices=devices, **mesh_sizes(options.mesh, len(devices)))  # type: ignore[arg-type]
@@ -131,12 +129,12 @@ def plan_inference(
             made = compile_step(generator.lower(state, all_rows, length, tokens), {})
         module = parse_module(made.text)
         collectives = find_collectives(module, cluster.num_devices, dict(model.layout.mesh_sizes))
-        memory = breakdown(made.live_ranges, made.buffers, module, model.layout, made.memory_stats)
-        seconds, wire = (
-            simulate(module, collectives, rates).step_s,
-            sum(x.wire_bytes * x.count for x in collectives),
+        return Program(
+            needed_bytes=breakdown(made, module, model.layout).allocated_bytes,
+            argument_bytes=made.memory_stats.argument_size_in_bytes,
+            seconds=simulate(module, collectives, rates).step_s,
+            wire_bytes=sum(x.total_bytes for x in collectives),
         )
-        return Program(memory.allocated_bytes, made.memory_stats.argument_size_in_bytes, seconds, wire)
 
     return InferencePlan(
         cluster=cluster,

@@ -122,7 +122,6 @@ def plan_job(
     options: StepOptions,
     cluster: Cluster,
     *,
-    target_config: str | None = None,
     reserve_bytes: int = RESERVE_BYTES,
     documents_per_row: int = 1,
     on_progress: Callable[[str], None] = lambda text: None,
@@ -130,7 +129,6 @@ def plan_job(
     """Plan what `scripts/train.py` would run with these options on a cluster. Allocates nothing on any device.
 
     Args:
-      target_config: text of XLA's GpuTargetConfigProto in place of our description of the GPU.
       documents_per_row: what the clock takes a packed row to hold; see `Work`.
 
     Raises:
@@ -139,7 +137,7 @@ def plan_job(
       EagerComputation: as `make_plan`.
     """
     on_progress("sharding")
-    devices = topology_devices(cluster, target_config)
+    devices = topology_devices(cluster)
     planned = shard_planned(options, devices)
     _check_documents(documents_per_row, planned, options)
     job, model, step, batch, work, seq_len = planned

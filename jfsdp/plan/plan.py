@@ -254,7 +254,7 @@ def _explaining_eager_computation() -> Iterator[None]:
 
 def _timed(timed: Any) -> dict[str, Any]:
     names = ("name", "kind", "dtype", "group_size", "count", "wire_bytes", "in_loop", "op_name", "source")
-    fields = ("wire_s", "compute_between_s", "num_matmuls_between", "hidden_s", "exposed_s")
+    fields = ("wire_s", "num_matmuls_between", "hidden_s", "exposed_s")
     return {name: getattr(timed.collective, name) for name in names} | {name: getattr(timed, name) for name in fields}
 
 
@@ -309,14 +309,7 @@ def make_plan(
         work=work,
         state=account(state),
         compiled=compiled,
-        memory=breakdown(
-            compiled.live_ranges,
-            compiled.buffers,
-            module,
-            step.layout,
-            compiled.memory_stats,
-            vocab_size=work.vocab_size,
-        ),
+        memory=breakdown(compiled, module, step.layout, vocab_size=work.vocab_size),
         ledger=make_ledger(
             step.layout,
             collectives,

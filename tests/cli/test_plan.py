@@ -115,7 +115,6 @@ def test_an_analytic_plan_says_whether_the_state_fits(capsys):
         ((*TINY, "--timeline", "step.pdf"), "--timeline step.pdf: must end in .png or .svg"),
         ((*TINY, "--timeline", "no/step.svg"), "no/step.svg: there is no directory 'no'"),
         ((*TINY, "--timeline", "step.svg", "--search"), "--timeline goes with a plan of one program"),
-        ((*TINY, "--target-config", "t.txt", "--analytic"), "--target-config t.txt is for the compiler; leave it or"),
         ((*TINY, "--timeline", "step.svg", "--analytic"), "--timeline goes with a plan of one program"),
     ],
 )

@@ -145,7 +145,7 @@ def test_the_rack_of_an_nvl72_counts_as_one_node():
     assert (rack.num_devices, rack.num_domains, rack.devices_per_domain) == (144, 2, 72)
     assert not rack.spans_nodes(range(72))
     assert rack.spans_nodes(range(71, 73))
-    part = Cluster(find_gpu("gb200"), nodes=32, nodes_per_domain=16)
+    part = Cluster(find_gpu("gb200"), nodes=32)  # 18 trays of 4 GPUs would fit, and do not divide 32
     assert (part.num_domains, part.devices_per_domain) == (2, 64)
     assert Cluster(find_gpu("gb200"), nodes=4).num_domains == 1
 
@@ -165,10 +165,9 @@ def test_a_group_gets_the_bandwidth_of_the_links_it_uses():
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"nodes": 0}, "h100: nodes=0 must be at least 1"),
+        ({"nodes": 0}, "nodes=0 must be a whole number, at least 1"),
         ({"nodes": 2, "gpus_per_node": 16}, "exceeds the 8 GPUs that NVLink 4 joins; give nodes=4, gpus_per_node=8"),
         ({"nodes": 100_000_000}, "nodes=100000000 of gpus_per_node=8: 800,000,000 devices.* at most 262,144"),
-        ({"nodes": 2, "nodes_per_domain": 2}, "nodes_per_domain=2 nodes of 8 GPUs exceed what NVLink 4 joins"),
     ],
 )
 def test_impossible_clusters_are_refused_with_the_remedy(given, message):
@@ -176,9 +175,7 @@ def test_impossible_clusters_are_refused_with_the_remedy(given, message):
         Cluster(find_gpu("h100"), **given)
 
 
-def test_racks_that_would_not_be_full_are_refused_with_the_remedy():
-    with pytest.raises(ValueError, match=r"nodes=32 do not fill domains of 18 nodes; give nodes_per_domain=16 \(or 1,"):
-        Cluster(find_gpu("gb200"), nodes=32)
+def test_a_device_that_a_cluster_does_not_have_is_refused():
     with pytest.raises(ValueError, match="device 72 is not in a cluster of 72 GPUs"):
         Cluster(find_gpu("gb200"), nodes=18).spans_nodes([72])
 

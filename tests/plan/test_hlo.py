@@ -4,6 +4,7 @@ import pytest
 
 from jfsdp.plan.hlo import parse, trip_counts
 from jfsdp.plan.hlo.parse import Shape
+from tests.refusals import refuses
 
 SMALL = """\
 HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[4]{0})->f32[4]{0}}, num_partitions=8
@@ -43,51 +44,6 @@ backend_config={"a":"calls=%no"}
 @pytest.fixture
 def small():
     return parse.parse_module(SMALL)
-
-
-def loop(condition, *, config="", start="constant(0)", add="add(%i.1, %one)"):
-    """A module whose loop body holds one all-gather; its parts vary."""
-    return f"""\
-HloModule jit_step, is_scheduled=true, num_partitions=8
-
-%fused_compare (p: s32[]) -> pred[] {{
-  %p = s32[] parameter(0)
-  %limit.1 = s32[] constant(9)
-  ROOT %compare.1 = pred[] compare(%p, %limit.1), direction=LT
-}}
-
-%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {{
-  %s = (s32[], f32[8]{{0}}) parameter(0)
-  %i.1 = s32[] get-tuple-element(%s), index=0
-  %one = s32[] constant(2)
-  %next = s32[] {add}
-  %w.1 = f32[8]{{0}} get-tuple-element(%s), index=1
-  ROOT %out = (s32[], f32[8]{{0}}) tuple(%next, %w.1)
-}}
-
-%cond (s.2: (s32[], f32[8])) -> pred[] {{
-  %s.2 = (s32[], f32[8]{{0}}) parameter(0)
-  %i.2 = s32[] get-tuple-element(%s.2), index=0
-  %limit = s32[] constant(7)
-  ROOT %go = pred[] {condition}
-}}
-
-ENTRY %main (w: f32[8]) -> (s32[], f32[8]) {{
-  %w = f32[8]{{0}} parameter(0)
-  %zero = s32[] {start}
-  %copy = s32[] copy(%zero)
-  %state = (s32[], f32[8]{{0}}) tuple(%copy, %w)
-  ROOT %while = (s32[], f32[8]{{0}}) while(%state), condition=%cond, body=%body{config}
-}}
-"""
-
-
-PLAIN = "compare(%i.2, %limit), direction=LT"
-
-
-def trips(text):
-    module = parse.parse_module(text)
-    return trip_counts.trip_count(module, module.entry.by_name["while"])
 
 
 def test_the_module_says_its_name_partitions_and_entry(small):
@@ -150,38 +106,6 @@ def test_element_sizes_are_read_from_the_type(dtype, size):
 def test_other_text_is_refused_with_what_was_missing(text, message):
     with pytest.raises(ValueError, match=message):
         parse.parse_module(text)
-
-
-def test_the_stated_trip_count_is_taken():
-    assert trips(loop(PLAIN, config=', backend_config={"known_trip_count":{"n":"32"}}')) == 32
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        (loop(PLAIN), 4),  # 0, 2, 4, 6
-        (loop(PLAIN, start="constant(3)"), 2),
-        (loop("compare(%i.2, %limit), direction=LE", start="constant(1)"), 4),
-        (loop("fusion(%i.2), kind=kLoop, calls=%fused_compare"), 5),
-        (loop(PLAIN, config=', backend_config={"known_init_step":{"init":"6","step":"1"}}'), 1),
-        (loop(PLAIN, start="constant(8)"), 0),
-    ],
-)
-def test_a_missing_trip_count_is_derived(text, expected):
-    assert trips(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (loop("compare(%i.2, %limit), direction=NE"), "direction|NE"),
-        (loop(PLAIN, start="negate(%zero)"), "starts at None"),
-        (loop(PLAIN, add="multiply(%i.1, %one)"), "steps by None"),
-    ],
-)
-def test_an_unknown_trip_count_is_an_error(text, message):
-    with pytest.raises(ValueError, match=message):
-        trips(text)
 
 
 NESTED = """\
@@ -250,3 +174,8 @@ def test_walk_multiplies_loops_and_enters_calls_branches_and_async_bodies():
         "always": (5 + 4 * 4, True),
     }
     assert sum(count for _, found, count in trip_counts.walk(module) if found.opcode == "reduce") == 12
+
+
+def test_a_loop_of_which_xla_does_not_say_how_often_it_runs_is_an_error():
+    module = parse.parse_module(NESTED.replace("known_trip_count", "none"))
+    refuses(lambda: trip_counts.executions(module), "while.2", "a loop of fixed length")

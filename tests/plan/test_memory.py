@@ -3,7 +3,6 @@
 import functools
 import pathlib
 import re
-import tempfile
 import types
 
 import jax
@@ -12,6 +11,7 @@ import optax
 import pytest
 
 import jfsdp
+from jfsdp.plan.cluster.compile import compile_step
 from jfsdp.plan.hlo.flow import Flow
 from jfsdp.plan.hlo.parse import parse_module
 from jfsdp.plan.memory import buffer_assignment
@@ -180,12 +180,8 @@ def step_memory(strategy="full_shard", offload=False):
     tx = optax.adamw(1e-3)
     state = model.abstract_state(tx)
     lowered = model.train_step(next_token_loss, tx, max_grad_norm=1.0, program="xla").lower(state, job.batch(8, 2048))
-    with tempfile.TemporaryDirectory() as directory:
-        options = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
-        compiled = lowered.compile(compiler_options=options)
-        texts = buffer_assignment.read_dump(directory, "jit__step")
-    stats = compiled.memory_analysis()
-    found = memory.breakdown(*texts, parse_module(compiled.as_text()), model.layout, stats)
+    compiled = compile_step(lowered, {})
+    found, stats = memory.breakdown(compiled, parse_module(compiled.text), model.layout), compiled.memory_stats
     return found, stats, account(state), model.layout
 
 
@@ -243,7 +239,7 @@ def test_the_largest_buffers_have_names_of_the_model():
     assert any(re.search(r"models/losses\.py:\d+$", name) for name in names)
     sizes = [size for *_, size in memory.largest_buffers(found)]
     assert sizes == sorted(sizes, reverse=True)
-    assert "at " in found.moment and "peak" in str(found)
+    assert "at " in found.moment
 
 
 @pytest.mark.parametrize(

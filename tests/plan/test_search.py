@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import json
 import types
 from typing import Any
 
@@ -45,7 +46,7 @@ ONE = SearchSpace(("full_shard",), (), (), (), programs=(), tensor_sizes=())
 REMATS = {"full": (1.3, 1), "dots": (1.1, 4), "none": (1.0, 12)}  # seconds and GiB of a row
 
 
-def fake_plan(options, cluster, *, target_config=None, reserve_bytes=0, documents_per_row=1):
+def fake_plan(options, cluster, *, reserve_bytes=0, documents_per_row=1):
     """A step of 1 s and 0.2 s per row, of which replicas and the option a=1 save something."""
     row_s, row_gib = REMATS[options.remat]
     rows = options.batch_per_device
@@ -150,7 +151,7 @@ def test_the_front_holds_only_what_fits_and_gets_faster_with_memory(found):
 
 def test_a_recipe_is_what_training_then_runs(found, tmp_path):
     path = tmp_path / "winner.json"
-    found.write_recipe(path)
+    path.write_text(json.dumps(found.recipe()))
     config = load_recipe(TrainConfig(), str(path))
     for field in dataclasses.fields(StepOptions):
         assert getattr(config, field.name) == getattr(found.best.options, field.name), field.name
@@ -225,9 +226,7 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help():
     assert result.best is None and result.gain is None and result.front == ()
     assert "nothing that was tried fits: the least is 6.0 GiB of 76.1 GiB (offload=params,opt_state)" in result.advice
     assert "take more nodes" in result.advice
-    with pytest.raises(ValueError, match="take more nodes"):
-        result.recipe()
-    assert result.to_dict()["best"] is None
+    assert result.to_dict()["best"] is result.to_dict()["recipe"] is None
 
 
 def test_where_what_was_given_does_not_fit_smaller_microbatches_are_tried():

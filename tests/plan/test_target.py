@@ -12,7 +12,6 @@ from jfsdp.launch.hosts import hosts
 from jfsdp.plan.cluster.hardware import GPUS, Cluster, find_gpu
 from jfsdp.plan.cluster.target import (
     PlanUnavailable,
-    read_target_config,
     render_target_config,
     require_gpu_compiler,
     topology_devices,
@@ -67,18 +66,6 @@ def test_a_rack_is_one_domain_of_many_hosts():
     devices = topology_devices(Cluster(find_gpu("gb200"), nodes=18))
     assert len(devices) == 72
     assert hosts(devices)[-1] == 17
-
-
-def test_a_target_config_of_the_users_own_is_used_and_a_wrong_one_refused(tmp_path):
-    text = render_target_config(find_gpu("h200")).replace("NVIDIA H200 141GB HBM3e", "NVIDIA Mine")
-    (tmp_path / "mine.txtpb").write_text(text)
-    cluster = Cluster(find_gpu("h200"))
-    assert topology_devices(cluster, read_target_config(tmp_path / "mine.txtpb"))[0].device_kind == "NVIDIA Mine"
-    with pytest.raises(ValueError, match=r"the target config is not one of jaxlib .*; XLA names line and field above"):
-        topology_devices(cluster, text.replace("core_count", "coar_count"))
-    (tmp_path / "mine.txtpb").write_text("hello")
-    with pytest.raises(ValueError, match=r"mine.txtpb: no target config, since it has no gpu_device_info"):
-        read_target_config(tmp_path / "mine.txtpb")
 
 
 def test_a_field_that_this_jaxlib_does_not_know_is_left_out(monkeypatch):

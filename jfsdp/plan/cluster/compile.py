@@ -52,10 +52,12 @@ def compile_step(lowered: Any, options: Mapping[str, Any]) -> CompiledStep:
     """
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="jfsdp-plan-") as directory:
-        compiled = _compile(lowered, {**options, **_DUMP, "xla_dump_to": directory})
+        with naming_options():
+            compiled = lowered.compile(compiler_options={**options, **_DUMP, "xla_dump_to": directory})
         compile_s = time.perf_counter() - begin
         text = compiled.as_text() or ""
-        live_ranges, buffers = read_dump(directory, _module_name(text))
+        name = re.match(r"HloModule ([^\s,]+)", text)
+        live_ranges, buffers = read_dump(directory, name[1] if name else "")
     return CompiledStep(text, live_ranges, buffers, compiled.memory_analysis(), compile_s, dict(options))
 
 
@@ -77,13 +79,3 @@ def without_cache() -> Iterator[None]:
     finally:
         jax.config.update("jax_enable_compilation_cache", True)
         reset_compilation_cache()
-
-
-def _compile(lowered: Any, options: dict[str, Any]) -> Any:
-    with naming_options():
-        return lowered.compile(compiler_options=options)
-
-
-def _module_name(text: str) -> str:
-    found = re.match(r"HloModule ([^\s,]+)", text)
-    return found[1] if found else ""

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -63,13 +64,15 @@ class Machine:
 
 def inspect_machine() -> Machine:
     """Collect the facts. Starts nothing here: JAX lists devices in another process, ended after two minutes."""
+    locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return Machine(
         python=platform.python_version(),
         versions={name: installed_version(name) for name in SHOWN},
         env=os.environ,
-        num_gpus=_num_gpus(),
+        num_gpus=max(num_gpus, 1) if has_nvidia_driver() else 0,
         has_infiniband=_has_infiniband(),
-        locked_bytes=_locked_limit(),
+        locked_bytes=None if locked_bytes == resource.RLIM_INFINITY else locked_bytes,
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         probe=probe_jax(os.environ, timeout_s=120),
         cudnn_needed=_cudnn_needed(),
@@ -101,7 +104,7 @@ def probe_jax(env: Mapping[str, str], *, timeout_s: float) -> Probe:
         backend, kinds, memory = json.loads(answer[-1].removeprefix("jfsdp:"))
         return Probe(backend, tuple(kinds), memory)
     error = _why_it_ended(done.stderr) or f"exit status {done.returncode}"
-    if not _is_about_flags(error) or "XLA_FLAGS" not in env:
+    if not re.search(_ABOUT_FLAGS, error) or "XLA_FLAGS" not in env:
         return Probe(error=error)
     without = probe_jax({name: value for name, value in env.items() if name != "XLA_FLAGS"}, timeout_s=timeout_s)
     return dataclasses.replace(without, error=error, timed_out=False)
@@ -110,14 +113,10 @@ def probe_jax(env: Mapping[str, str], *, timeout_s: float) -> Probe:
 _ABOUT_FLAGS = r"Unknown flags? in|Couldn't interpret value|Could not open file"
 
 
-def _is_about_flags(error: str) -> bool:
-    return re.search(_ABOUT_FLAGS, error) is not None
-
-
 def _why_it_ended(stderr: str) -> str:
     """The line that tells most: on flags, else the last error (a plugin that gave up before is not the end)."""
     lines = [line for line in stderr.splitlines() if not _CHATTER.search(line)]
-    about_flags = [line for line in lines if _is_about_flags(line)]
+    about_flags = [line for line in lines if re.search(_ABOUT_FLAGS, line)]
     errors = [line for line in lines if "Error: " in line]
     line = next(iter([*about_flags[:1], *errors[-1:], *lines[-1:]]), "")
     return re.sub(r"^[EF]\d{4} [\d:.]+\s+\d+ [\w.]+:\d+\] ", "", line).strip()
@@ -162,9 +161,8 @@ def _check_versions(machine: Machine) -> Iterator[Finding]:
         if have is None:
             yield _problem(name, "is not installed", f"pip install '{name}>={minimum}'")
         elif parse_version(have) < parse_version(minimum):
-            yield _problem(
-                f"{name} {have}", f"is older than {minimum}, which jfsdp needs", f"pip install '{name}>={minimum}'"
-            )
+            text = f"is older than {minimum}, which jfsdp needs"
+            yield _problem(f"{name} {have}", text, f"pip install '{name}>={minimum}'")
     jax, jaxlib = versions["jax"], versions["jaxlib"]
     # JAX serves its own jaxlib and a few older ones of the same 0.x; far older ones it refuses to import.
     newer = parse_version(jaxlib) > parse_version(jax)
@@ -191,10 +189,10 @@ def _check_devices(machine: Machine) -> Iterator[Finding]:
         yield _problem("devices", probe.error, "look at nvidia-smi; a hung driver, or other hosts that JAX waits for")
     elif probe.error:
         about_flags = re.search(r"flag|XLA_FLAGS", probe.error) is not None
-        remedy = (
-            "take it out of XLA_FLAGS" if about_flags else "start python -c 'import jax; jax.devices()' and read on"
-        )
-        yield _problem("XLA_FLAGS" if about_flags else "devices", f"JAX ends at its start: {probe.error}", remedy)
+        topic, remedy = "devices", "start python -c 'import jax; jax.devices()' and read on"
+        if about_flags:
+            topic, remedy = "XLA_FLAGS", "take it out of XLA_FLAGS"
+        yield _problem(topic, f"JAX ends at its start: {probe.error}", remedy)
     elif machine.num_gpus and probe.backend == "cpu":
         if "cpu" in platforms:
             yield _problem(f"JAX_PLATFORMS={platforms}", "hides this machine's GPU", "unset it")
@@ -210,14 +208,7 @@ def _check_devices(machine: Machine) -> Iterator[Finding]:
         yield _note("JAX_PLATFORMS", text, "set JAX_PLATFORMS=cpu")
     if probe.backend == "gpu" and len(probe.kinds) < machine.num_gpus:
         text = f"JAX sees {len(probe.kinds)} of this machine's {machine.num_gpus} GPUs"
-        yield _note(
-            "devices", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES; a scheduler may have given only these"
-        )
-
-
-def _num_gpus() -> int:
-    """Count the GPUs that the driver has made devices of; one at least where there is a driver."""
-    return max(len(list(Path("/dev").glob("nvidia[0-9]*"))), 1) if has_nvidia_driver() else 0
+        yield _note("devices", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES; a scheduler may have given these")
 
 
 def _check_host(machine: Machine) -> Iterator[Finding]:
@@ -258,25 +249,12 @@ def _note(topic: str, text: str, remedy: str) -> Finding:
 
 
 def _cudnn_needed() -> str:
-    for plugin in ("jax-cuda12-plugin", "jax-cuda13-plugin"):
-        try:
-            needed = importlib.metadata.requires(plugin) or []
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        for requirement in needed:
-            if requirement.startswith("nvidia-cudnn") and (found := re.search(r">=([\d.]+)", requirement)):
-                return found[1]
+    installed = [name for name in PLUGINS[::2] if installed_version(name)]
+    for requirement in (needed for name in installed for needed in importlib.metadata.requires(name) or []):
+        if requirement.startswith("nvidia-cudnn") and (found := re.search(r">=([\d.]+)", requirement)):
+            return found[1]
     return "9.8"
 
 
 def _has_infiniband() -> bool:
     return any(Path("/sys/class/infiniband").glob("*"))
-
-
-def _locked_limit() -> int | None:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return None
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from jfsdp.arguments import checked
+from jfsdp.arguments import Count, Size, checked
 from jfsdp.layout.limits import check_number
 from jfsdp.plan.cluster.gpus import GPUS, Gpu, dtype_name, find_gpu
 
@@ -136,49 +136,36 @@ def _used(gpu: Gpu, m: int, n: int, k: int) -> float:
 class Cluster:
     """`nodes` machines of `gpus_per_node` GPUs each; device ids count the GPUs of a node, then the nodes.
 
-    A *domain* is what one NVLink (or PCIe) network joins: a node, except on an NVL72, where `nodes_per_domain` nodes of
-    four GPUs form one; by default as many as fit into its 72 GPUs.
+    A *domain* is what one NVLink (or PCIe) network joins: a node, except on an NVL72, where several nodes of four GPUs
+    form one: as many as fit into its 72 GPUs and divide the nodes.
+
+    Args:
+      gpus_per_node: 0: what is usual for this GPU.
 
     Raises:
-      ValueError: for counts below 1, more GPUs than a domain joins, or nodes that do not fill whole domains.
+      ValueError: for counts below 1, and more GPUs than a domain joins.
     """
 
     gpu: Gpu
-    nodes: int = 1
-    gpus_per_node: int = 0
-    """0: what is usual for this GPU."""
-    nodes_per_domain: int = 0
-    """0: as many as fit."""
+    nodes: Count = 1
+    gpus_per_node: Size = 0
 
     def __post_init__(self) -> None:
         if not self.gpus_per_node:
             object.__setattr__(self, "gpus_per_node", self.gpu.gpus_per_node)
         name, most = self.gpu.name, self.gpu.domain_size
-        if self.nodes < 1 or self.gpus_per_node < 1 or self.nodes_per_domain < 0:
-            counts = {"nodes": self.nodes, "gpus_per_node": self.gpus_per_node}
-            counts |= {"nodes_per_domain": self.nodes_per_domain} if self.nodes_per_domain else {}
-            bad = ", ".join(f"{count}={value}" for count, value in counts.items() if value < 1)
-            raise ValueError(f"{name}: {bad} must be at least 1")
         if self.gpus_per_node > most:
             raise ValueError(
                 f"{name}: gpus_per_node={self.gpus_per_node} exceeds the {most} GPUs that {self.gpu.link} joins; "
                 f"give nodes={math.ceil(self.num_devices / most)}, gpus_per_node={most}"
             )
         check_number(f"{name}: nodes={self.nodes} of gpus_per_node={self.gpus_per_node}", self.num_devices)
-        fitting = most // self.gpus_per_node if self.gpu.is_domain_of_nodes else 1
-        if not self.nodes_per_domain:
-            object.__setattr__(self, "nodes_per_domain", min(self.nodes, fitting))
-        if self.nodes_per_domain > fitting:
-            raise ValueError(
-                f"{name}: nodes_per_domain={self.nodes_per_domain} nodes of {self.gpus_per_node} GPUs exceed what "
-                f"{self.gpu.link} joins; give at most {fitting}"
-            )
-        if self.nodes % self.nodes_per_domain:
-            divisors = [size for size in range(1, fitting + 1) if self.nodes % size == 0]
-            raise ValueError(
-                f"{name}: nodes={self.nodes} do not fill domains of {self.nodes_per_domain} nodes; give "
-                f"nodes_per_domain={divisors[-1]} (or {', '.join(map(str, divisors[:-1])) or 'other nodes'})"
-            )
+
+    @property
+    def nodes_per_domain(self) -> int:
+        """Machines that reach each other without a network adapter."""
+        fitting = self.gpu.domain_size // self.gpus_per_node if self.gpu.is_domain_of_nodes else 1
+        return max(size for size in range(1, fitting + 1) if self.nodes % size == 0)
 
     def describe(self) -> str:
         """Return the cluster in words."""

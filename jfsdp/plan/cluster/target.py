@@ -8,10 +8,9 @@ not, and has used no device yet, the check is skipped here for a moment; in one 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,45 +34,27 @@ class PlanUnavailable(ValueError):
 
 
 @checked
-def topology_devices(cluster: Cluster, target_config: str | None = None) -> Sequence[Any]:
+def topology_devices(cluster: Cluster) -> Sequence[Any]:
     """Return the devices of a cluster nobody has rented, to make a mesh of.
-
-    Args:
-      target_config: text of XLA's GpuTargetConfigProto in place of ours, for a GPU that the table lacks.
 
     Raises:
       PlanUnavailable: if JAX's CUDA plugin is missing, of another version than JAX, or could not be loaded.
-      ValueError: if `target_config` is not one; XLA prints the line and the field to standard error.
     """
     require_gpu_compiler()
+    import jax
+
     topology = f"{cluster.num_domains}x{cluster.nodes_per_domain}x{cluster.gpus_per_node}"
-    if target_config is not None:
-        with _parse_error_as(_bad_target_config):
-            return _describe(topology, target_config).devices
     newest_first = dict.fromkeys([render_target_config(cluster.gpu), render_target_config(cluster.gpu, (0,))])
     for text in newest_first:
-        with contextlib.suppress(_Unparsed), _parse_error_as(_Unparsed):
+        try:
             return _describe(topology, text).devices
+        except jax.errors.JaxRuntimeError as error:
+            if "GpuTargetConfigProto" not in str(error):  # it was parsed
+                raise
     raise PlanUnavailable(
-        f"{cluster.gpu.name}: jaxlib {installed_version('jaxlib')} does not take our description of this GPU; give one "
-        "of your own with --target-config FILE, or use a jaxlib that was tried (0.10.2, 0.12.0)"
+        f"{cluster.gpu.name}: jaxlib {installed_version('jaxlib')} does not take our description of this GPU; use a "
+        "jaxlib that was tried (0.10.2, 0.12.0)"
     )
-
-
-def read_target_config(path: str | Path) -> str:
-    """Read a GpuTargetConfigProto in text form. Where a GPU is attached, XLA's own tools print one.
-
-    Raises:
-      ValueError: if it is not such a text, or cannot be read.
-    """
-    try:
-        text = Path(path).expanduser().read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ValueError(f"--target-config {path}: cannot be read ({reason}); name a *.txtpb file of XLA's") from error
-    if "gpu_device_info" not in text:
-        raise ValueError(f"{path}: no target config, since it has no gpu_device_info {{...}}; XLA's are *.txtpb files")
-    return text
 
 
 def render_target_config(gpu: Gpu, jaxlib_version: tuple[int, ...] | None = None) -> str:
@@ -150,56 +131,24 @@ def _describe(topology: str, target_config: str) -> Any:
     from jfsdp.compat import describe_topology  # starts JAX
 
     # See [Note: the plugin without a driver]. With a driver, the plugin's check is the user's friend.
-    skips = not has_nvidia_driver()
-    with _environment(_SKIP_CHECK, "1") if skips else contextlib.nullcontext():
-        try:
-            return describe_topology(topology, target_config)
-        except NotImplementedError as error:
-            raise PlanUnavailable(
-                f"JAX's plugin for cuda did not load in this process ({error}): JAX was used here before, "
-                "without JAX_PLATFORMS=cpu, and found no driver; start the process with JAX_PLATFORMS=cpu"
-            ) from error
+    skips = not has_nvidia_driver() and _SKIP_CHECK not in os.environ
+    if skips:
+        os.environ[_SKIP_CHECK] = "1"
+    try:
+        return describe_topology(topology, target_config)
+    except NotImplementedError as error:
+        raise PlanUnavailable(
+            f"JAX's plugin for cuda did not load in this process ({error}): JAX was used here before, "
+            "without JAX_PLATFORMS=cpu, and found no driver; start the process with JAX_PLATFORMS=cpu"
+        ) from error
+    finally:
+        if skips:
+            del os.environ[_SKIP_CHECK]
 
 
 def has_nvidia_driver() -> bool:
     """Return whether this machine has an NVIDIA driver with a device; looks at files only."""
     return Path("/dev/nvidiactl").exists()
-
-
-class _Unparsed(ValueError):
-    """XLA could not parse a target config."""
-
-
-def _bad_target_config(error: Exception) -> ValueError:
-    return ValueError(
-        f"the target config is not one of jaxlib {installed_version('jaxlib')}: {error}; XLA names line and field "
-        "above. Fields differ between versions; take away the one named"
-    )
-
-
-@contextlib.contextmanager
-def _parse_error_as(make: Callable[[Exception], Exception]) -> Iterator[None]:
-    import jax
-
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "GpuTargetConfigProto" not in str(error):
-            raise
-        raise make(error) from error
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    """Set a variable for a moment, unless somebody set it already."""
-    if name in os.environ:
-        yield
-        return
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
 
 
 def parse_version(version: str | None) -> tuple[int, ...]:

@@ -60,18 +60,12 @@ class Buffer:
     Attributes:
       name: what it is, in words of the layout where there are some (`gathered layers.mlp.up_proj.kernel`).
       num_bytes: what it covers, once, where several values share bytes.
-      instruction: the instruction that makes it, and which element of its tuple.
-      shape: as XLA writes it.
-      op_name, source: JAX's name of the operation, and the line of the user's program.
+      part: one of `PARTS`.
     """
 
     name: str
     num_bytes: int
     part: str
-    instruction: str
-    shape: str
-    op_name: str
-    source: str
 
 
 _PACKAGE = f"{pathlib.Path(__file__).parents[2]}/"
@@ -139,14 +133,13 @@ class Judge:
     schedule: Mapping[int, str]
     vocab_size: int | None
 
-    def argument(self, number: int, num_bytes: int, value: Value) -> Buffer:
+    def argument(self, number: int, num_bytes: int) -> Buffer:
         """Name a parameter of the entry by the argument of the step that it is."""
-        parameter = self.flow.parameters[number]
-        name = parameter.op_name.replace("\\'", "'")
+        name = self.flow.parameters[number].op_name.replace("\\'", "'")
         field, leaf = find_argument(name, self.layout.by_path)
         part = {"params": "parameters", "work": "work"}.get(field, "batch" if name.startswith("batch") else "state")
         part = "optimizer" if field == "opt_state" and leaf else part
-        return self.buffer(part, name, value, num_bytes, parameter)
+        return Buffer(name, num_bytes, part)
 
     def judge(self, value: Value, num_bytes: int) -> Buffer:
         """Decide about a value in a heap of temporaries, or a result."""
@@ -157,7 +150,7 @@ class Judge:
             place = self.flow.origin(after[0].name, after[1])
             part = self._part(value, place)
         part = part or _by_name(self.flow.op_name(place))
-        return self.buffer(part, self._name(part, place, value), value, num_bytes, place[0])
+        return Buffer(self._name(part, place, value), num_bytes, part)
 
     def _printed(self, value: Value) -> tuple[str, tuple[int, ...]]:
         """Find a value in the module's text, which leaves out what an asynchronous instruction wraps.
@@ -175,20 +168,13 @@ class Judge:
             )
         return later[0], (1, *value.index)
 
-    def buffer(self, part: str, name: str, value: Value, num_bytes: int, instruction: Instruction) -> Buffer:
-        made_by = value.name + (f"[{','.join(map(str, value.index))}]" if value.index else "")
-        op_name = self.flow.op_name((instruction, ()))
-        return Buffer(name, num_bytes, part, made_by, value.shape, op_name, own_line(instruction))
-
     def moment(self, name: str) -> str:
         """Say what an instruction does and where it comes from; empty for one that the module does not have."""
         instruction = self.flow.by_name.get(name)
         if instruction is None:
             return ""
-        line = own_line(instruction)
-        return describe_operation(self.flow.op_name((instruction, ()))) + (
-            f" at {line}" if line and not line.startswith(_PACKAGE) else ""
-        )
+        line, what = own_line(instruction), describe_operation(self.flow.op_name((instruction, ())))
+        return f"{what} at {line}" if line and not line.startswith(_PACKAGE) else what
 
     def _part(self, value: Value, place: Place) -> str | None:
         """Return the part by the first evidence; None if there is none but the operation's name."""
@@ -205,9 +191,10 @@ class Judge:
             return "logits"
         if instruction.opcode == "custom-call" and value.dtype in ("u8", "s8") and len(value.dims) == 1:
             return "attention" if _is_attention(instruction, op_name) else "workspace"
-        if uses and self._is_gradient_shaped(value):
+        if uses and len(value.dims) > 1 and _unordered(value.dims) in self._accumulators:
             return "gradients"
-        if uses and "transpose(" not in op_name and self._is_saved(value):
+        start, end = self.ranges.get((value.name, value.index), (0, 0))
+        if uses and "transpose(" not in op_name and start < self._backward_start <= end:
             return "activations"
         if _is_attention(instruction, op_name):
             return "attention"
@@ -268,15 +255,11 @@ class Judge:
                 found.add(_unordered(shard))
         return found
 
-    def _is_gradient_shaped(self, value: Value) -> bool:
-        return len(value.dims) > 1 and _unordered(value.dims) in self._accumulators
-
     @functools.cached_property
     def _weights(self) -> int:
         """The bits of the step's arguments that are parameters."""
-        fields = {i: find_argument(inst.op_name, ())[0] for i, inst in self.flow.parameters.items()}
-        weights = [i for i, field in fields.items() if field in ("params", "work")]
-        return sum(1 << i for i in weights)
+        arguments = self.flow.parameters.items()
+        return sum(1 << i for i, inst in arguments if find_argument(inst.op_name, ())[0] in ("params", "work"))
 
     @functools.cached_property
     def _reduced(self) -> set[Place]:
@@ -307,14 +290,14 @@ class Judge:
 
     def _is_logits(self, value: Value) -> bool:
         """A dim is the vocabulary or a device's part of it, or that rounded up as matmuls like it."""
-        if self.vocab_size is None or not value.dims:
-            return False
         return any(0 <= dim - size < 128 for dim in value.dims[-2:] for size in self._vocab_sizes)
 
     @functools.cached_property
     def _vocab_sizes(self) -> set[int]:
         """The vocabulary, and the part of it that a device has where a weight of its size is cut."""
-        size = self.vocab_size or 0
+        if self.vocab_size is None:
+            return set()
+        size = self.vocab_size
         cuts = [cut for leaf in self.layout.leaves for cut in leaf.cuts if leaf.shape[cut.dim] == size]
         return {size, *(size // cut.parts for cut in cuts)}
 
@@ -328,10 +311,6 @@ class Judge:
             if self.flow.depends_on((self.flow.by_name[name], index)) & ~(self._weights | self.flow.gathered_bit)
         ]
         return min(starts, default=math.inf)
-
-    def _is_saved(self, value: Value) -> bool:
-        start, end = self.ranges.get((value.name, value.index), (0, 0))
-        return start < self._backward_start <= end
 
 
 def _is_attention(instruction: Instruction, op_name: str) -> bool:

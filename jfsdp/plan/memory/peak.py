@@ -17,9 +17,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from jfsdp.layout.layout import Layout
+from jfsdp.plan.cluster.compile import CompiledStep
 from jfsdp.plan.hlo.flow import Flow
 from jfsdp.plan.hlo.parse import Module
 from jfsdp.plan.memory.buffer_assignment import (
@@ -64,52 +64,35 @@ class Memory:
         """What the device must have for this step."""
         return self.peak_bytes + self.fragmentation_bytes
 
-    def __str__(self) -> str:
-        rows = [(part, size) for part, size in self.parts.items() if size]
-        rows += [("peak", self.peak_bytes), ("fragmentation", self.fragmentation_bytes)]
-        return "\n".join(f"{part:14}{size / 2**30:9.3f} GiB {size / self.peak_bytes:6.1%}" for part, size in rows)
 
-
-def breakdown(
-    live_range_text: str,
-    assignment_text: str,
-    module: Module,
-    layout: Layout,
-    memory_stats: Any = None,
-    *,
-    vocab_size: int | None = None,
-) -> Memory:
+def breakdown(compiled: CompiledStep, module: Module, layout: Layout, *, vocab_size: int | None = None) -> Memory:
     """Say what the peak of a compiled step consists of.
 
     Args:
-      live_range_text, assignment_text: what XLA wrote when it compiled the step; `buffers.read_dump` finds them.
-      module: the compiled step, `parse_module(compiled.as_text())`.
+      module: the step's text, read.
       layout: of the state that the step takes.
-      memory_stats: `compiled.memory_analysis()`; None: the peak is what was found.
       vocab_size: by which logits are known; None: the longest dim of a matrix of the root unit, if that is more than
         twice the other.
 
     Raises:
-      ValueError: if the texts are of another form than expected, or of another module.
+      ValueError: if XLA's texts are of another form than expected.
     """
-    ranges, allocations = read_live_ranges(live_range_text), read_allocations(assignment_text)
+    ranges, allocations = read_live_ranges(compiled.live_ranges), read_allocations(compiled.buffers)
     used = [allocation for allocation in allocations if not allocation.is_thread_local]
-    schedule = read_schedule(live_range_text)
+    schedule = read_schedule(compiled.live_ranges)
     judge = Judge(Flow(module), layout, ranges, schedule, vocab_size or guess_vocab(layout))
-    device = [allocation for allocation in used if not _is_on_host(allocation, judge)]
     host = [allocation for allocation in used if _is_on_host(allocation, judge)]
+    device = [allocation for allocation in used if allocation not in host]
     moment = find_peak(device, ranges)
-    held = [
+    live = [
         *_standing(device, judge),
         *(judge.judge(value, size) for value, size in moment.covered if not value.is_table),
     ]
     parts = collections.Counter(dict.fromkeys(PARTS, 0))
-    for buffer in held:
+    for buffer in live:
         parts[buffer.part] += buffer.num_bytes
     tables = sum(size for value, size in moment.covered if value.is_table)
-    peak = parts.total() + tables
-    if memory_stats is not None and not host:
-        peak = memory_stats.peak_memory_in_bytes
+    peak = parts.total() + tables if host else compiled.memory_stats.peak_memory_in_bytes
     parts["unattributed"] += peak - parts.total()
     temporaries = sum(allocation.num_bytes for allocation in device if allocation.is_temp)
     return Memory(
@@ -118,7 +101,7 @@ def breakdown(
         host_bytes=sum(allocation.num_bytes for allocation in host),
         parts=dict(parts),
         moment=judge.moment(schedule.get(moment.step, "")),
-        buffers=tuple(sorted(held, key=lambda buffer: -buffer.num_bytes)),
+        buffers=tuple(sorted(live, key=lambda buffer: -buffer.num_bytes)),
     )
 
 
@@ -143,10 +126,9 @@ def _standing(allocations: Sequence[Allocation], judge: Judge) -> Iterator[Buffe
     for allocation in allocations:
         if allocation.is_temp or allocation.is_table or not allocation.values:
             continue
-        first = allocation.values[0]
         if allocation.parameter is not None:
-            yield judge.argument(allocation.parameter, allocation.num_bytes, first)
+            yield judge.argument(allocation.parameter, allocation.num_bytes)
         elif allocation.is_constant:
-            yield judge.buffer("state", "constant", first, allocation.num_bytes, judge.flow.by_name[first.name])
+            yield Buffer("constant", allocation.num_bytes, "state")
         else:
-            yield judge.judge(first, allocation.num_bytes)
+            yield judge.judge(allocation.values[0], allocation.num_bytes)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import json
 import math
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 from jfsdp.plan.search.space import changes
@@ -145,28 +143,16 @@ class Search:
             "default": self.default.to_dict(),
             "best": self.best and self.best.to_dict(),
             "front": [one.to_dict() for one in self.front],
-            "recipe": self.recipe() if self.best else None,
+            "recipe": self.recipe() or None,
             "tried": [one.to_dict() for one in self.tried],
         }
 
     def recipe(self) -> dict[str, Any]:
-        """Return the best as fields of `TrainConfig`: the model, and what differs from the defaults.
-
-        Raises:
-          ValueError: if nothing fits.
-        """
+        """Return the best as fields of `TrainConfig`: the model, and what differs from the defaults; {}: none fits."""
         if self.best is None:
-            raise ValueError(self.advice)
+            return {}
         found = changes(self.best.options, StepOptions()) | changes(self.best.options, self.default.options)
         return {**self.base, "model": self.best.options.model, **found}
-
-    def write_recipe(self, path: str | Path) -> None:
-        """Write the best as a file that `--recipe FILE.json` takes.
-
-        Raises:
-          ValueError: if nothing fits.
-        """
-        Path(path).write_text(json.dumps(self.recipe(), indent=2) + "\n", encoding="utf-8")
 
 
 def rank(one: Candidate) -> tuple[float, int]:

@@ -47,7 +47,6 @@ def search_job(
     space: SearchSpace | None = None,
     *,
     budget_s: float = BUDGET_S,
-    target_config: str | None = None,
     reserve_bytes: int = RESERVE_BYTES,
     documents_per_row: int = 1,
     on_progress: Callable[[str], None] = lambda text: None,
@@ -60,7 +59,6 @@ def search_job(
       options: where it starts; tried first, whatever comes of it.
       space: what to try.
       budget_s: seconds after which no other candidate is begun; the first one is planned in any case.
-      target_config: text of XLA's GpuTargetConfigProto in place of our description of the GPU.
       reserve_bytes: GPU memory that the step must leave to others.
       documents_per_row: as in `plan_job`.
       on_progress: is told what happens next.
@@ -71,7 +69,7 @@ def search_job(
       ValueError: for options that training would refuse.
     """
     tries = _Tries(options, cluster, budget_s, on_progress)
-    given = {"target_config": target_config, "reserve_bytes": reserve_bytes, "documents_per_row": documents_per_row}
+    given = {"reserve_bytes": reserve_bytes, "documents_per_row": documents_per_row}
     tries.plan = lambda one: planner(one, cluster, **given)
     tries.limit_bytes = cluster.gpu.memory_bytes - reserve_bytes
     item = bound_job(options, cluster).item

@@ -10,7 +10,7 @@ is lost at the seam: XLA waits for every collective within the body that starts 
 
 import collections
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from jfsdp.plan.hlo.collectives import SCALARS_BYTES, Collective, find_done
 from jfsdp.plan.hlo.parse import Computation, Instruction, Module
@@ -26,14 +26,12 @@ class Timed:
     """One collective on the clock; seconds of one execution.
 
     Attributes:
-      compute_between_s: compute between its start and its done, at full speed; other collectives may use it too.
       hidden_s: of its time on the wire, what passes while something computes for which nothing else is hidden.
       exposed_s: the rest: the GPU waits.
     """
 
     collective: Collective
     wire_s: float
-    compute_between_s: float
     num_matmuls_between: int
     hidden_s: float
     exposed_s: float
@@ -145,9 +143,6 @@ class _Clock:
         self.free_wire_s = 0.0
         self.streams = {lane: collections.deque[_Pending]() for lane in ("wire", "host")}
         self.bars: list[tuple[str, str, str, float, float]] = []  # lane, kind, name, begin, end
-
-    def issue(self, lane: str, pending: _Pending) -> None:
-        self.streams[lane].append(pending)
 
     def compute(self, name: str, kind: Kind, seconds: float) -> None:
         """Let something compute; matmuls and attention take longer for as long as the wire is busy."""
@@ -263,51 +258,51 @@ class _Simulation:
 
     def _run(self, computation: Computation) -> _Run:
         run, clock = _Run(), _Clock(self.rates.overlap_slowdown)
-        waits: dict[int, list[tuple[str, _Pending]]] = {}
+        waits: collections.defaultdict[int, list[tuple[str, _Pending]]] = collections.defaultdict(list)
         issued: list[tuple[Collective, _Pending]] = []
-        before_s: list[float] = []  # compute seconds before each instruction
         copies: list[_Pending] = []
+
+        def issue(lane: str, pending: _Pending, done: int) -> None:
+            clock.streams[lane].append(pending)
+            waits[done].append((lane, pending))
+
         for instruction in computation.instructions:
-            before_s.append(run.compute_s)
+            work = self._work(computation, instruction)
             for lane, pending in waits.pop(instruction.index, ()):
                 clock.wait(lane, pending)
-            for lane, pending, done in self._issue(computation, instruction, issued, copies):
-                clock.issue(lane, pending)
-                waits.setdefault(done, []).append((lane, pending))
+            for collective in self.starts.get((computation.name, instruction.index), ()):
+                pending = _Pending(collective.name, collective.kind, self.rates.collective_s(collective))
+                issued.append((collective, pending))
+                issue("wire", pending, collective.done)
+            if work.kind is Kind.HOST:
+                copies.append(_Pending(instruction.name, work.kind.value, self.rates.work_s(work)))
+                issue("host", copies[-1], find_done(computation, instruction))
             for lane, pending in waits.pop(instruction.index, ()):  # the synchronous ones
                 clock.wait(lane, pending)
-            self._compute(computation, instruction, run, clock)
+            self._compute(instruction, work, run, clock)
         run.seconds, run.free_wire_s, run.slowdown_s = clock.now_s, clock.free_wire_s, clock.slowdown_s
         run.host_s += sum(copy.hidden_s + copy.exposed_s for copy in copies)
         run.host_exposed_s += sum(copy.exposed_s for copy in copies)
-        self.timed += [self._timed(collective, pending, before_s) for collective, pending in issued]
+        self.timed += [
+            Timed(
+                collective=collective,
+                wire_s=pending.hidden_s + pending.exposed_s,
+                num_matmuls_between=num_matmuls(self.module, _between(self.module, collective)),
+                hidden_s=pending.hidden_s,
+                exposed_s=pending.exposed_s,
+            )
+            for collective, pending in issued
+        ]
         times = self.times[computation.name]
         self.events += [Event(computation.name, times, *bar) for bar in sorted(clock.bars, key=lambda bar: bar[3])]
         return run
 
-    def _issue(
-        self,
-        computation: Computation,
-        instruction: Instruction,
-        issued: list[tuple[Collective, _Pending]],
-        copies: list[_Pending],
-    ) -> Iterator[tuple[str, _Pending, int]]:
-        """Yield what an instruction puts on the other streams, and where in the schedule it is waited for."""
-        for collective in self.starts.get((computation.name, instruction.index), ()):
-            pending = _Pending(collective.name, collective.kind, self.rates.collective_s(collective))
-            issued.append((collective, pending))
-            yield "wire", pending, collective.done
-        work = self._work(computation, instruction)
-        if work.kind is Kind.HOST:
-            copies.append(_Pending(instruction.name, work.kind.value, self.rates.work_s(work)))
-            yield "host", copies[-1], find_done(computation, instruction)
-
-    def _compute(self, computation: Computation, instruction: Instruction, run: _Run, clock: _Clock) -> None:
+    def _compute(self, instruction: Instruction, work: Work, run: _Run, clock: _Clock) -> None:
         if instruction.opcode != "async-start":  # what that wraps is its own work
-            for name, times in runs(self.module, instruction):
+            for name, times in runs(instruction):
                 run.add(self.run(name), times)
                 clock.loop(name, self.run(name), times)
-        work = self._work(computation, instruction).with_documents(self.rates.documents_per_row)
+        work = work.with_documents(self.rates.documents_per_row)
         if work.kind not in (Kind.NONE, Kind.HOST):
             seconds = self.rates.work_s(work)
             run.kind_s[work.kind] += seconds
@@ -318,14 +313,3 @@ class _Simulation:
         if name not in self.works:
             self.works[name] = work_of(self.module, computation, instruction)
         return self.works[name]
-
-    def _timed(self, collective: Collective, pending: _Pending, before_s: list[float]) -> Timed:
-        between_s = before_s[collective.done] - before_s[collective.start + 1] if collective.is_async else 0.0
-        return Timed(
-            collective=collective,
-            wire_s=pending.hidden_s + pending.exposed_s,
-            compute_between_s=between_s,
-            num_matmuls_between=num_matmuls(self.module, _between(self.module, collective)),
-            hidden_s=pending.hidden_s,
-            exposed_s=pending.exposed_s,
-        )

@@ -104,7 +104,7 @@ def num_matmuls(module: Module, instructions: Iterable[Instruction]) -> int:
     for instruction in instructions:
         total += is_matmul(module, instruction)
         if instruction.opcode != "async-start":  # what that wraps counts as it
-            total += sum(times * num_matmuls(module, _lines(module, name)) for name, times in runs(module, instruction))
+            total += sum(times * num_matmuls(module, _lines(module, name)) for name, times in runs(instruction))
     return total
 
 

@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from jfsdp.plan.hlo.parse import Instruction, Module, Shape, hlo_dtype
 from jfsdp.plan.hlo.slices import find_wrong_slices
 from jfsdp.plan.hlo.trip_counts import walk
 from jfsdp.plan.traffic.attribution import Part
-from jfsdp.plan.traffic.ledger import OWN, Ledger
+from jfsdp.plan.traffic.ledger import OWN, Ledger, Row
 
 _NARROW = {
     True: "gradients are rounded before they are summed; cast after that, or give the layout this reduce_dtype",
@@ -92,14 +91,21 @@ class Check:
 
     def wire_dtypes(self) -> Iterator[Finding]:
         """Arrays of leaves in a wider or a narrower dtype than every movement of that kind of that leaf has."""
+        expected: dict[tuple[str, bool], set[int]] = {}  # bytes of an element, by the leaf and whether it is summed
+        for move in self.moves:
+            expected.setdefault((move.leaf.path, _is_sum(move.kind)), set()).add(_item_bytes(hlo_dtype(move.dtype)))
         wide, narrow = {}, {}
         for part in self.ledger.parts:
             if part.path:
-                narrowest, widest = self._item_bytes(part)
-                wide[part] = part.wire_bytes * max(0.0, 1 - widest / _item_bytes(part.dtype))
-                narrow[part] = part.wire_bytes * max(0.0, narrowest / _item_bytes(part.dtype) - 1)
-        for (unit, kind, dtype), parts in _group(wide, lambda p: (p.unit, p.collective.kind, p.dtype), self.allowed):
-            size = sum(wide[part] for part in parts)
+                in_use = hlo_dtype(self.layout.by_path[part.path].stage("use").dtype)
+                sizes = expected.get((part.path, _is_sum(part.collective.kind)), {_item_bytes(in_use)})
+                wide[part] = part.wire_bytes * max(0.0, 1 - max(sizes) / _item_bytes(part.dtype))
+                narrow[part] = part.wire_bytes * max(0.0, min(sizes) / _item_bytes(part.dtype) - 1)
+
+        def key(part: Part) -> tuple[str, str, str]:
+            return part.unit, part.collective.kind, part.dtype
+
+        for (unit, kind, dtype), parts, size in _group(wide, key, self.allowed):
             yield self._finding(
                 "wire-dtype",
                 parts,
@@ -107,24 +113,9 @@ class Check:
                 f"{_name(unit)}: {kind} in {dtype}, wider than the precision policy says: {gb(size)} too many per "
                 "device and step; cast the shard before its gather and state its layout at rest after the cast",
             )
-        for (unit, kind, dtype), parts in _group(narrow, lambda p: (p.unit, p.collective.kind, p.dtype), self.allowed):
+        for (unit, kind, dtype), parts, _ in _group(narrow, key, self.allowed):
             what = f"{_name(unit)}: {kind} in {dtype}, narrower than the precision policy says"
-            yield self._finding("wire-dtype", parts, 0.0, f"{what}: {_NARROW[kind in (SCATTER, REDUCE)]}")
-
-    def _item_bytes(self, part: Part) -> tuple[int, int]:
-        """Return the least and the most bytes of an element that theory expects of an array."""
-        is_sum = part.collective.kind in (SCATTER, REDUCE)
-        expected = [hlo_dtype(self.layout.by_path[part.path].stage("use").dtype)]
-        sizes = [_item_bytes(dtype) for dtype in self._dtypes.get((part.path, is_sum), expected)]
-        return min(sizes), max(sizes)
-
-    @functools.cached_property
-    def _dtypes(self) -> dict[tuple[str, bool], set[str]]:
-        """The dtypes in which theory moves a leaf, by its path and whether that is a sum."""
-        found: dict[tuple[str, bool], set[str]] = {}
-        for move in self.moves:
-            found.setdefault((move.leaf.path, move.kind in (SCATTER, REDUCE)), set()).add(hlo_dtype(move.dtype))
-        return found
+            yield self._finding("wire-dtype", parts, 0.0, f"{what}: {_NARROW[_is_sum(kind)]}")
 
     def arguments(self, arguments: Iterable[tuple[Leaf, str, Instruction]]) -> Iterator[Finding]:
         """Parameters and optimizer states that arrive in larger shards than the layout's."""
@@ -144,20 +135,19 @@ class Check:
                 f"{argument.shapes[0].dtype}{list(argument.shapes[0].dims)} ({leaf.reason}): {gb(size)} of memory too "
                 "many per device; give the state the shardings of model.abstract_state(tx)"
             )
-            yield Finding(trap, message, float(size), leaf.path, _argument_name(argument))
+            yield Finding(trap, message, float(size), leaf.path, argument.op_name.replace("\\'", "'"))
 
     def all_reduces(self) -> Iterator[Finding]:
         """All-reduces of gradients that theory scatters, beyond those that theory all-reduces."""
         scattered = {move.leaf.path for move in self.moves if move.kind == SCATTER}
         excess = {part: size for part, size in self._excess(REDUCE).items() if part.path in scattered}
-        for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
-            size = sum(excess[part] for part in chosen) / 2
+        for unit, chosen, size in _group(excess, lambda part: part.unit, self.allowed):
             yield self._finding(
                 "all-reduce",
                 chosen,
-                size,
+                size / 2,
                 f"{_name(unit)}: gradients of {len({part.path for part in chosen})} leaves are all-reduced where a "
-                f"reduce-scatter would do: {gb(size)} too many per device and step; program 'manual' scatters (it "
+                f"reduce-scatter would do: {gb(size / 2)} too many per device and step; program 'manual' scatters (it "
                 "takes a loss that is a jfsdp.Loss)",
             )
 
@@ -181,9 +171,9 @@ class Check:
         """Units gathered more often than theory."""
         excess = self._excess(GATHER)
         is_remat = any(".remat" in instruction.name for _, instruction, _ in walk(self.module))
-        for (unit,), chosen in _group(excess, lambda part: (part.unit,), self.allowed):
-            size = sum(excess[part] for part in chosen)
-            why = _REMATERIALIZED if is_remat else _CALLED if self._gathers_again(unit) else _KEPT
+        again = {move.leaf.unit for move in self.moves if move.when == BACKWARD}
+        for unit, chosen, size in _group(excess, lambda part: part.unit, self.allowed):
+            why = _REMATERIALIZED if is_remat else _CALLED if unit in again else _KEPT
             yield self._finding(
                 "repeated-gather",
                 chosen,
@@ -192,9 +182,6 @@ class Check:
                 f"many per device and step; {why}",
             )
 
-    def _gathers_again(self, unit: str) -> bool:
-        return any(move.leaf.unit == unit and move.when == BACKWARD for move in self.moves)
-
     def extra_bytes(self, tolerance: float) -> Iterator[Finding]:
         """More bytes on the wire than theory, all together."""
         ledger = self.ledger
@@ -202,14 +189,9 @@ class Check:
         size = sent - ledger.wire_bytes_theory
         if size <= self.allowed:
             return
-        rows = sorted(
-            (row for row in ledger.rows if row.what != OWN), key=lambda row: row.expected_bytes - row.measured_bytes
-        )[:3]
-        worst = [f"{_name(r.unit)} {r.kind} {r.dtype} {gb(r.measured_bytes - r.expected_bytes)}" for r in rows]
-        shown = ", ".join(
-            text for text, row in zip(worst, rows, strict=True) if row.measured_bytes > row.expected_bytes
-        )
-        path = rows[0].paths[0] if rows and rows[0].paths else ""
+        worst = _worst(row for row in ledger.rows if row.what != OWN)
+        shown = ", ".join(f"{_name(row.unit)} {row.kind} {row.dtype} {gb(excess)}" for row, excess in worst)
+        path = next((row.paths[0] for row, _ in worst[:1] if row.paths), "")
         message = (
             f"{gb(sent)} per device and step, {gb(ledger.wire_bytes_theory)} by theory of strategy "
             f"{self.layout.strategy.name!r}, more than {tolerance:.1%} above it; most of it: "
@@ -225,12 +207,11 @@ class Check:
         size, allowed = ledger.own_bytes - ledger.own_bytes_theory, tolerance * ledger.own_bytes_theory + SCALARS_BYTES
         if size <= allowed:
             return
-        excess = {row: row.measured_bytes - row.expected_bytes for row in ledger.rows if row.what == OWN}
-        rows = sorted((row for row in excess if excess[row] > 0), key=lambda row: -excess[row])
-        shown = [f"{row.kind} {row.dtype} {gb(excess[row])}" for row in rows]
+        worst = _worst(row for row in ledger.rows if row.what == OWN)
+        shown = ", ".join(f"{row.kind} {row.dtype} {gb(excess)}" for row, excess in worst)
         message = (
             f"{gb(ledger.own_bytes)} per device and step over {', '.join(MODEL_AXES)}, and what the model computes and "
-            f"states asks for {gb(ledger.own_bytes_theory)}; most of it: {', '.join(shown[:3])}; state with "
+            f"states asks for {gb(ledger.own_bytes_theory)}; most of it: {shown}; state with "
             "jax.lax.with_sharding_constraint how the values are split that XLA moves (docs/tensor.md)"
         )
         yield Finding("activations", message, size, "", "")
@@ -249,7 +230,9 @@ class Check:
         for unit in dict.fromkeys(item.leaf.unit for item in held):
             items = [item for item in held if item.leaf.unit == unit]
             size = sum(item.num_bytes for item in items)
-            if size < 0.01 * self._whole_bytes(unit):  # vectors of one size may be another unit's
+            leaves = [self.layout.by_path[path] for path in self.layout.unit(unit).leaves]
+            whole = sum(Shape(hlo_dtype(leaf.stage("use").dtype), leaf.cut_shape).num_bytes for leaf in leaves)
+            if size < 0.01 * whole:  # vectors of one size may be another unit's
                 continue
             largest = max(items, key=lambda item: item.num_bytes)
             message = (
@@ -258,10 +241,6 @@ class Check:
                 "forward; let nothing that depends on weights alone be saved"
             )
             yield Finding("held", message, float(size), largest.leaf.path, largest.source)
-
-    def _whole_bytes(self, unit: str) -> int:
-        leaves = [self.layout.by_path[path] for path in self.layout.unit(unit).leaves]
-        return sum(Shape(hlo_dtype(leaf.stage("use").dtype), leaf.cut_shape).num_bytes for leaf in leaves)
 
     def overlap(self, share: float | None, least: float | None) -> Iterator[Finding]:
         """Collectives in loops without a matmul to hide behind."""
@@ -309,16 +288,27 @@ class Check:
         return Finding(trap, message, size, largest.path, _source(largest.collective))
 
 
-def _group(excess: Mapping[Part, float], key: Any, allowed: float) -> Iterator[tuple[tuple[Any, ...], list[Part]]]:
-    """Yield the parts with an excess by key, if all of them together exceed what is allowed; crumbs are left out."""
+def _group(excess: Mapping[Part, float], key: Any, allowed: float) -> Iterator[tuple[Any, list[Part], float]]:
+    """Yield the parts with an excess by key, and its sum, if all together exceed what is allowed; without crumbs."""
     total = sum(excess.values())
-    groups: dict[tuple[Any, ...], list[Part]] = {}
+    groups: dict[Any, list[Part]] = {}
     for part, size in excess.items():
         if size and total > allowed:
             groups.setdefault(key(part), []).append(part)
     for name, parts in groups.items():
-        if sum(excess[part] for part in parts) > 0.01 * total:
-            yield name, parts
+        size = sum(excess[part] for part in parts)
+        if size > 0.01 * total:
+            yield name, parts, size
+
+
+def _worst(rows: Iterable[Row]) -> list[tuple[Row, float]]:
+    """Return the three rows that exceed theory most, with their excess."""
+    excess = [(row, row.measured_bytes - row.expected_bytes) for row in rows if row.measured_bytes > row.expected_bytes]
+    return sorted(excess, key=lambda pair: -pair[1])[:3]
+
+
+def _is_sum(kind: str) -> bool:
+    return kind in (SCATTER, REDUCE)
 
 
 def _form(leaf: Leaf) -> tuple[int, ...]:
@@ -351,7 +341,3 @@ def gb(size: float) -> str:
 
 def _source(item: Collective) -> str:
     return item.source or item.op_name
-
-
-def _argument_name(argument: Instruction) -> str:
-    return argument.op_name.replace("\\'", "'")
