@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -64,18 +65,17 @@ class Doctor(Options):
         return _status(findings)
 
     def _run_processes(self) -> int:
+        import jax
+
         compare = {name: value for name, value in dataclasses.asdict(self).items() if name != "json"}
         directory, limit_s = Path(self.run_dir or ".").expanduser().resolve(), self.timeout or 60.0
         with _others_on_stderr():
-            place = initialize(compare=compare, timeout_s=limit_s)
-            process, found = self._examine(directory, Watch(limit_s, place))
-        if process == 0 and self.json:
-            print(json.dumps(dataclasses.asdict(found), indent=2))
-        elif process == 0:
-            _print_processes(found, directory)
+            found = self._examine(directory, Watch(limit_s, initialize(compare=compare, timeout_s=limit_s)))
+        if jax.process_index() == 0:
+            print(json.dumps(dataclasses.asdict(found), indent=2)) if self.json else _print_processes(found, directory)
         return _status(found.findings)
 
-    def _examine(self, directory: Path, watch: Watch) -> tuple[int, Processes]:
+    def _examine(self, directory: Path, watch: Watch) -> Processes:
         import jax
 
         from jfsdp.plan.cluster.processes import examine_processes
@@ -86,11 +86,10 @@ class Doctor(Options):
                 with watch.at("starting JAX"):
                     jax.devices()
                 sizes = dict(self.mesh or ())
-                found = examine_processes(directory, sizes, lambda: check_settings(os.environ), watch.at)
+                return examine_processes(directory, sizes, lambda: check_settings(os.environ), watch.at)
             except (ValueError, OSError) as error:
                 tell_and_end(str(error), 1)
                 raise
-        return jax.process_index(), found
 
 
 @contextlib.contextmanager
@@ -147,29 +146,20 @@ def _table_of(findings: list[Finding]) -> Any:
 
 
 def _print(machine: Machine, findings: list[Finding]) -> None:
-    from rich.table import Table
-
-    console = make_console()
-    facts = Table(box=None, show_header=False, pad_edge=False)
-    for name, value in _facts(machine).items():
-        facts.add_row(name, value)
-    console.print(facts)
-    console.print()
-    console.print(_table_of(findings))
-
-
-def _facts(machine: Machine) -> dict[str, str]:
     from jfsdp.plan.cluster.doctor import relevant_settings
 
-    probe = machine.probe
-    kinds = {kind: probe.kinds.count(kind) for kind in probe.kinds}
-    memory = f", {probe.memory_bytes / 2**30:.1f} GiB for JAX" if probe.memory_bytes else ""
-    listed = ", ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    return {
+    console, probe = make_console(), machine.probe
+    memory = f", {_gib(probe.memory_bytes)} for JAX" if probe.memory_bytes else ""
+    listed = ", ".join(f"{count} x {kind}" for kind, count in collections.Counter(probe.kinds).items())
+    facts = {
         "python": machine.python,
         **{name: version for name, version in machine.versions.items() if version},
         "devices": f"{probe.backend}: {listed}{memory}" if probe.backend else "unknown",
         "locked memory": "no limit" if machine.locked_bytes is None else f"{machine.locked_bytes:,} bytes",
-        "/dev/shm": "none" if machine.shm_bytes is None else f"{machine.shm_bytes / 2**30:.1f} GiB",
+        "/dev/shm": _gib(machine.shm_bytes),
         **relevant_settings(machine.env),
     }
+    for name, value in facts.items():
+        console.print(f"{name:{max(map(len, facts))}} {value}")
+    console.print()
+    console.print(_table_of(findings))

@@ -14,7 +14,6 @@ from jfsdp.trainer.parse import read_mesh
 
 if TYPE_CHECKING:
     from jfsdp.layout.layout import Layout
-    from jfsdp.layout.leaf import Leaf
     from jfsdp.layout.policy import UnitPolicy
     from jfsdp.train.state import TrainState
     from jfsdp.train.state_bytes import StateBytes
@@ -90,23 +89,18 @@ def _print(state: TrainState, program: dict[str, Any]) -> None:
 
 
 def _leaves(layout: Layout, count: StateBytes) -> Any:
-    from jfsdp.layout.report import reason
+    from jfsdp.layout.report import describe_stage, reason
 
     numbers = ("bytes/device", "on the host") if count.host_total else ("bytes/device",)
     columns = ("path", "shape", "unit", "param at rest", "in use", "optimizer", *numbers, "reason")
     table = make_table(*columns, right=numbers)
     for leaf in layout.leaves:
-        host = [f"{count.host_by_leaf[leaf.path]:,}"] if count.host_total else []
-        table.add_row(*_row(leaf), f"{count.by_leaf[leaf.path]:,}", *host, reason(layout, leaf))
+        stages = [describe_stage(leaf, dict(leaf.stages)[name]) for name in ("param", "use", "opt")]
+        sizes = [count.by_leaf[leaf.path], *([count.host_by_leaf[leaf.path]] if count.host_total else [])]
+        shape = " ".join(map(str, leaf.shape)) or "scalar"
+        counted = (f"{size:,}" for size in sizes)
+        table.add_row(leaf.path, shape, leaf.unit or "(root)", *stages, *counted, reason(layout, leaf))
     return table
-
-
-def _row(leaf: Leaf) -> list[str]:
-    from jfsdp.layout.report import describe_stage
-
-    stages = dict(leaf.stages)
-    shown = [describe_stage(leaf, stages[name]) for name in ("param", "use", "opt")]
-    return [leaf.path, " ".join(map(str, leaf.shape)) or "scalar", leaf.unit or "(root)", *shown]
 
 
 def _units(layout: Layout) -> Any:

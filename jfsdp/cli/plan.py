@@ -98,7 +98,7 @@ class PlanJob(StepOptions):
 
     def _check_options(self) -> None:
         """Refuse options that contradict each other, and files that cannot be written, before anything takes time."""
-        from jfsdp.plan.picture import ENDINGS
+        from jfsdp.plan.time.chart import ENDINGS
 
         of_program = "--dump-hlo" if self.dump_hlo else "--timeline" if self.timeline else ""
         refused = {

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from jfsdp.plan.cluster.hardware import Cluster
     from jfsdp.plan.plan import Plan
     from jfsdp.plan.search.candidates import Candidate, Search
-    from jfsdp.plan.traffic.ledger import Ledger
 
 GB, GIB = 1e9, 2**30
 
@@ -54,14 +53,10 @@ def print_plan(plan: Plan) -> None:
     for table in (_memory(plan), _wire(plan), _overlap(plan)):
         console.print()
         console.print(table)
-    for item_ in plan.ledger.unknown:
-        console.print(
-            f"unknown to theory: {item_.kind} {item_.dtype} {item_.total_bytes / GB:.3f} GB {short(item_.source)}"
-        )
-    console.print()
-    console.print(
-        "XLA: " + (" ".join(f"{name}={value}" for name, value in plan.compiled.options.items()) or "defaults")
-    )
+    for one in plan.ledger.unknown:
+        console.print(f"unknown to theory: {one.kind} {one.dtype} {one.total_bytes / GB:.3f} GB {short(one.source)}")
+    options = " ".join(f"{name}={value}" for name, value in plan.compiled.options.items())
+    console.print(f"\nXLA: {options or 'defaults'}")
     num = plan.work.documents_per_row
     rows = f", for packed rows of {num} document{'s' * (num > 1)} each" if item == "token" else ""
     console.print(
@@ -116,7 +111,7 @@ def _memory(plan: Plan) -> Any:
     from jfsdp.plan.memory.peak import largest_buffers
 
     memory = plan.memory
-    table = _table("memory at the peak", "GiB", "share", "largest there")
+    table = make_table("memory at the peak", "GiB", "share", "largest there", right=_NUMBERS)
     names: dict[str, list[str]] = {}
     for part, name, count, size in largest_buffers(memory, 40):
         names.setdefault(part, []).append(f"{name}{f' x{count}' if count > 1 else ''} {size / GIB:.2f}")
@@ -149,19 +144,15 @@ def _wire(plan: Plan) -> Any:
             f"{row.expected_bytes / GB:.3f}",
             "across" if row.crosses_nodes else "inside",
         )
-    ledger = plan.ledger
+    ledger, name = plan.ledger, "in all"
     if ledger.own_bytes:
+        name, own = "weights", ledger.own_theory
+        ratio = f"ratio {ledger.own_ratio or 0:.4f}{f' ({own.unread[0]}?)' if own and own.unread else ''}"
         sent, theory = f"{ledger.own_bytes / GB:.3f}", f"{ledger.own_bytes_theory / GB:.3f}"
-        table.add_row("the model's own", "", "", "", "", "", sent, theory, _own_ratio(ledger))
+        table.add_row("the model's own", "", "", "", "", "", sent, theory, ratio)
     sent, theory = f"{(ledger.wire_bytes - ledger.own_bytes) / GB:.3f}", f"{ledger.wire_bytes_theory / GB:.3f}"
-    name = "in all" if not ledger.own_bytes else "weights"
     table.add_row(name, "", "", "", "", "", sent, theory, f"ratio {ledger.wire_ratio:.4f}")
     return table
-
-
-def _own_ratio(ledger: Ledger) -> str:
-    unread = ledger.own_theory.unread if ledger.own_theory else ()
-    return f"ratio {ledger.own_ratio or 0:.4f}{f' ({unread[0]}?)' if unread else ''}"
 
 
 def _overlap(plan: Plan) -> Any:
@@ -199,7 +190,9 @@ def print_search(search: Search) -> None:
             mark = "best" if one is search.best else "front" if id(one) in front else "" if one.fits else "too large"
             mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
             rate, ms = f"{one.items_per_s:,.0f}", f"{one.step_s * 1e3:.0f}"
-            table.add_row(_with_mesh(one), f"{one.needed_bytes / GIB:.1f}", rate, mfu, ms, mark)
+            sizes = ",".join(f"{axis}={size}" for axis, size in one.mesh.items())
+            others = [word for word in _short_label(one).split() if not word.startswith("mesh=")]
+            table.add_row(" ".join([sizes, *others]), f"{one.needed_bytes / GIB:.1f}", rate, mfu, ms, mark)
     console.print(search.title)
     console.print(table)
     for line in _not_planned(search):
@@ -221,12 +214,6 @@ def print_search(search: Search) -> None:
 _LABEL_WIDTH, _LINE_WIDTH = 54, 100  # so that the table is no wider than the line
 
 
-def _with_mesh(one: Candidate) -> str:
-    """Return the sizes of the mesh, and what else is changed."""
-    sizes = ",".join(f"{axis}={size}" for axis, size in one.mesh.items())
-    return " ".join([sizes, *(word for word in _short_label(one).split() if not word.startswith("mesh="))])
-
-
 def _short_label(one: Candidate) -> str:
     return one.label.replace(",xla_gpu_", " ").replace("xla_gpu_", "")
 
@@ -240,8 +227,7 @@ def _not_planned(search: Search) -> Iterator[str]:
             reason = one.reason.partition(":")[0] if is_skipped else one.reason
             groups.setdefault(f"{one.outcome.value}: {reason}", []).append(one)
     for reason, several in groups.items():
-        first = f"{', first' * (len(several) > 1)}: {_short_label(several[0])}"
-        line = f"{len(several)} {reason}{first}"
+        line = f"{len(several)} {reason}{', first' * (len(several) > 1)}: {_short_label(several[0])}"
         if several[0].outcome.value == "impossible":  # the reason says what to change
             yield textwrap.fill(line, _LINE_WIDTH, subsequent_indent="    ")
         else:

@@ -190,49 +190,40 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data: bytes per device, seconds per step."""
-        clock, peak, ledger = self.timeline, self.memory, self.ledger.to_dict()
+        ledger, spec = self.ledger.to_dict(), self.spec
+        names = ("fits", "needed_bytes", "limit_bytes", "reserve_bytes", "step_s", "mfu", "mfu_causal", "bound_by")
+        of_clock = ("overlapped_share", "exposed_s", "wire_s", "compute_s", "critical")
         return {
-            "fits": self.fits,
+            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self.timeline, name) for name in of_clock},
             "cluster": self.cluster.to_dict(),
             "strategy": self.layout.strategy.name,
-            "program": self.spec.program,
-            "reason": self.spec.reason,
-            "prefetch": self.spec.prefetch and dataclasses.asdict(self.spec.prefetch),
+            "program": spec.program,
+            "reason": spec.reason,
+            "prefetch": spec.prefetch and dataclasses.asdict(spec.prefetch),
             "pipeline": self.pipeline and self.pipeline.to_dict(),
             "storage": self.layout.storage,
             "mesh": dict(self.layout.mesh_sizes),
-            "peak_bytes": peak.peak_bytes,
-            "needed_bytes": self.needed_bytes,
-            "limit_bytes": self.limit_bytes,
-            "reserve_bytes": self.reserve_bytes,
+            "peak_bytes": self.memory.peak_bytes,
             "memory": {
-                **peak.parts,
-                "fragmentation": peak.fragmentation_bytes,
-                "host": peak.host_bytes,
+                **self.memory.parts,
+                "fragmentation": self.memory.fragmentation_bytes,
+                "host": self.memory.host_bytes,
             },
             "largest_buffers": [
                 {"part": part, "name": name, "count": count, "bytes": size}
-                for part, name, count, size in largest_buffers(peak)
+                for part, name, count, size in largest_buffers(self.memory)
             ],
             "state_bytes": self.state.total,
             "host_state_bytes": self.state.host_total,
             "collectives": ledger.pop("rows"),
             "unknown_collectives": ledger.pop("unknown"),
             **ledger,
-            "timeline": [_timed(timed) for timed in clock.collectives],
-            "overlapped_share": clock.overlapped_share,
-            "exposed_s": clock.exposed_s,
-            "wire_s": clock.wire_s,
-            "compute_s": clock.compute_s,
-            "step_s": self.step_s,
-            "critical": clock.critical,
+            "timeline": [_timed(timed) for timed in self.timeline.collectives],
             "rows_per_device": self.work.rows,
             "documents_per_row": self.work.documents_per_row,
             "attention": self.work.attention,
             f"{self.work.item}s_per_s_per_gpu": self.items_per_s,
-            "mfu": self.mfu,
-            "mfu_causal": self.mfu_causal,
-            "bound_by": self.bound_by,
             "compute_bound_batch_per_device": self.compute_bound_rows,
             "options": dict(self.compiled.options),
             "compile_s": self.compiled.compile_s,

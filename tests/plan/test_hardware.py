@@ -85,10 +85,6 @@ def test_across_nodes_a_group_sends_through_the_adapters_of_its_members():
     alone, together = (link_bandwidth(h100, 2**34, False, members_per_node=count) for count in (1, 4))
     assert alone == pytest.approx(50e9 * 0.85, rel=1e-3)
     assert together == pytest.approx(4 * alone, rel=0.01)
-    with pytest.raises(ValueError, match="members_per_node=9 must lie between 1 and 8"):
-        link_bandwidth(h100, MIB, False, members_per_node=9)
-    with pytest.raises(ValueError, match="a message of 0 bytes"):
-        link_bandwidth(h100, 0, True)
 
 
 def test_between_racks_all_their_adapters_work_and_nvlink_is_the_limit():
@@ -125,11 +121,6 @@ def test_a_matmul_of_one_row_takes_as_long_as_reading_its_matrix():
 def test_one_row_more_than_whole_tiles_costs_a_tile():
     h100 = find_gpu("h100")
     assert matmul_rate(h100, "bf16", 128 * 132 + 1, 256, 8192) < 0.75 * matmul_rate(h100, "bf16", 128 * 132, 256, 8192)
-
-
-def test_an_empty_matmul_is_refused():
-    with pytest.raises(ValueError, match="has an empty dim"):
-        matmul_rate(find_gpu("h100"), "bf16", 0, 8, 8)
 
 
 def test_a_cluster_counts_its_devices_and_domains():

@@ -12,14 +12,7 @@ import difflib
 from jfsdp.arguments import checked
 
 _MIB = 2**20
-_DTYPES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
-    "f16": "float16",
-    "half": "float16",
-    "f32": "float32",
-    "fp32": "float32",
-}
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 
 # Assumed: the part of a link's datasheet bandwidth that a large collective gets (8 H100 get 0.89, measured).
 NVLINK_EFFICIENCY = 0.8

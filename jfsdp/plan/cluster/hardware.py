@@ -49,20 +49,13 @@ def link_bandwidth(
       is_inside_node: whether the group stays in one domain (for an NVL72, the rack).
       members_per_node: how many GPUs of a node (for an NVL72, of the rack) belong to the group; by default all. Only
         matters across nodes.
-
-    Raises:
-      ValueError: for a message without bytes, or more members than a domain has GPUs.
     """
-    if message_bytes <= 0:
-        raise ValueError(f"{gpu.name}: a message of {message_bytes} bytes has no bandwidth; give at least 1")
-    usual = gpu.domain_size if gpu.is_domain_of_nodes else gpu.gpus_per_node
-    members = usual if members_per_node is None else members_per_node
-    if not 1 <= members <= gpu.domain_size:
-        raise ValueError(f"{gpu.name}: members_per_node={members} must lie between 1 and {gpu.domain_size}")
     inside = _inside_bandwidth(gpu, message_bytes)
     if is_inside_node:
         return inside
-    wire = min(members * gpu.network_bandwidth * NETWORK_EFFICIENCY, gpu.link_bandwidth * gpu.link_efficiency)
+    usual = gpu.domain_size if gpu.is_domain_of_nodes else gpu.gpus_per_node
+    network = (members_per_node or usual) * gpu.network_bandwidth * NETWORK_EFFICIENCY
+    wire = min(network, gpu.link_bandwidth * gpu.link_efficiency)
     return min(inside, _after_latency(message_bytes, NETWORK_LATENCY_S, wire))
 
 
@@ -102,10 +95,8 @@ def matmul_rate(gpu: Gpu, dtype: str, m: int, n: int, k: int, *, kept: float = 1
     long k, is left out.
 
     Raises:
-      ValueError: for a dtype without a known peak, or a dim below 1.
+      ValueError: for a dtype without a known peak.
     """
-    if min(m, n, k) < 1:
-        raise ValueError(f"{gpu.name}: a matmul of {m} x {k} and {k} x {n} has an empty dim; give at least 1")
     peak = gpu.peak_flops(dtype)
     itemsize = _ITEMSIZE[dtype_name(dtype)]
     seconds = 2 * m * n * k / (peak * _calibration(gpu) * _used(gpu, m, n, k) * kept)
@@ -204,7 +195,7 @@ class Cluster:
         """Return `link_bandwidth` for a collective among these device ids, all such groups at once.
 
         Raises:
-          ValueError: for an id that the cluster does not have, or a message without bytes.
+          ValueError: for an id that the cluster does not have.
         """
         members = self._members_by_domain(group)
         fewest = min(members.values(), default=1)

@@ -151,15 +151,15 @@ def _collective(
 ) -> Collective:
     kind = collective_kind(instruction)
     assert kind is not None
-    groups = read_groups(_before_metadata(instruction.attributes), num_devices)
+    groups = read_groups(instruction.attributes.partition("metadata={")[0], num_devices)
+    is_alone = outer is instruction or sum(1 for found in place.instructions if collective_kind(found)) == 1
     parts = _parts(module, kind, place, instruction)
-    by_dtype: dict[str, float] = {}
+    by_dtype: dict[str, float] = dict.fromkeys((part.dtype for part in parts), 0.0)
     for part in parts:
-        size = wire_bytes(kind, part.num_bytes, groups.size)
-        by_dtype[part.dtype] = by_dtype.get(part.dtype, 0.0) + size
+        by_dtype[part.dtype] += wire_bytes(kind, part.num_bytes, groups.size)
     return Collective(
         kind=kind,
-        name=outer.name if _is_alone(place, outer, instruction) else f"{outer.name}/{instruction.name}",
+        name=outer.name if is_alone else f"{outer.name}/{instruction.name}",
         parts=parts,
         dtype=max(parts, key=lambda part: part.num_bytes).dtype,
         group=groups.first,
@@ -174,14 +174,6 @@ def _collective(
         source=instruction.source or outer.source,
         stack=instruction.stack or outer.stack,
     )
-
-
-def _is_alone(place: Computation, outer: Instruction, instruction: Instruction) -> bool:
-    return outer is instruction or sum(1 for found in place.instructions if collective_kind(found)) == 1
-
-
-def _before_metadata(attributes: str) -> str:
-    return attributes.partition("metadata={")[0]
 
 
 def _parts(module: Module, kind: str, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
@@ -210,7 +202,7 @@ def _concatenated(module: Module, computation: Computation, instruction: Instruc
 
 def find_done(computation: Computation, start: Instruction) -> int:
     """Find where an asynchronous start is waited for: at once, if it is synchronous or nobody in its schedule waits."""
-    if not start.opcode.endswith("-start") or _is_sync(start):
+    if not start.opcode.endswith("-start") or re.search(r'"is_sync":\s*true', start.attributes):
         return start.index
     seen = start
     while True:
@@ -220,7 +212,3 @@ def find_done(computation: Computation, start: Instruction) -> int:
         if done or not update:
             return done.index if done else start.index
         seen = update
-
-
-def _is_sync(start: Instruction) -> bool:
-    return re.search(r'"is_sync":\s*true', start.attributes) is not None

@@ -76,17 +76,10 @@ def _of_mesh(axes: str, device_ids: str | None, grouped: str) -> Groups:
         stride = strides[name] * (sizes[name] // (int(before) * size) if part else 1)
         ranges.append(range(0, size * stride, stride))
     places = [sum(place) for place in itertools.product(*ranges)]
-    ids = _device_ids(device_ids)
+    found = _IDS.fullmatch(device_ids or "")
+    ids = _iota(found[1], found[2]) if found else _numbers(device_ids or "")  # none: devices stand as counted
     first = tuple(ids[place] for place in places) if ids else tuple(places)
     return Groups(first, math.prod(sizes.values()) // len(first))
-
-
-def _device_ids(text: str | None) -> tuple[int, ...]:
-    """Read which device stands at each place of a mesh; empty means as counted."""
-    if not text:
-        return ()
-    found = _IDS.fullmatch(text)
-    return _iota(found[1], found[2]) if found else _numbers(text)
 
 
 def _joined(pairs: list[tuple[int, ...]]) -> Groups:

@@ -10,7 +10,7 @@ from jfsdp.engine.engine import SCOPE
 from jfsdp.engine.movements import GATHER
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf, cut_sizes
-from jfsdp.plan.hlo.parse import Computation, Instruction, Module, Shape
+from jfsdp.plan.hlo.parse import Computation, Instruction, Module
 from jfsdp.plan.hlo.trip_counts import walk
 from jfsdp.plan.time.work import is_matmul
 from jfsdp.plan.traffic.attribution import Part
@@ -53,20 +53,13 @@ def _is_resharded(layout: Layout, leaf: Leaf) -> bool:
 def _stacks(module: Module, loop: Instruction, leaves: Sequence[Leaf]) -> Iterator[Held]:
     """Yield the stacks of whole weights that a loop writes, one layer per turn."""
     body = module.computations[loop.attribute("body")]
-    left = list(leaves)
+    remaining = list(leaves)
     for name, shape in zip(body.root.operands, loop.shapes):
-        leaf = next((leaf for leaf in left if _is_stack(leaf, shape)), None)
-        if leaf is not None and _comes_from_gather(module, body, name, _layer_elements(leaf)):
-            left.remove(leaf)
+        leaf = next((leaf for leaf in remaining if sorted(shape.dims) in map(sorted, _shapes(leaf))), None)
+        sizes = {math.prod(shape[leaf.stacked :]) for shape in _shapes(leaf)} if leaf else set()
+        if leaf is not None and _comes_from_gather(module, body, name, sizes):
+            remaining.remove(leaf)
             yield Held(leaf, shape.num_bytes, body.by_name[name].source or loop.op_name)
-
-
-def _is_stack(leaf: Leaf, shape: Shape) -> bool:
-    return sorted(shape.dims) in map(sorted, _shapes(leaf))
-
-
-def _layer_elements(leaf: Leaf) -> set[int]:
-    return {math.prod(shape[leaf.stacked :]) for shape in _shapes(leaf)}
 
 
 def _shapes(leaf: Leaf) -> tuple[tuple[int, ...], ...]:

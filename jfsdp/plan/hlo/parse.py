@@ -169,14 +169,14 @@ def _instruction(index: int, line: str, stacks: Mapping[str, tuple[str, ...]]) -
     end = _closing(line, found.end())
     arguments, attributes = line[found.end() : end], line[end + 1 :].removeprefix(", ")
     before, _, metadata = attributes.partition("metadata={")
-    stack = _stack(metadata, stacks)
+    stack, op_name = _stack(metadata, stacks), re.search(r'op_name="((?:[^"\\]|\\.)*)"', metadata)
     return Instruction(
         name=name,
         opcode=opcode,
         shapes=_shapes(kind),
         operands=() if opcode in ("constant", "parameter") else tuple(_OPERAND.findall(arguments)),
         called=_called(before),
-        op_name=_op_name(metadata),
+        op_name=op_name[1] if op_name else "",
         source=stack[0] if stack else "",
         index=index,
         attributes=attributes,
@@ -199,13 +199,12 @@ def _closing(line: str, start: int) -> int:
 @functools.lru_cache(maxsize=4096)
 def _shapes(text: str) -> tuple[Shape, ...]:
     return tuple(
-        Shape(dtype, tuple(int(dim) for dim in dims.replace("<=", "").split(",") if dim), _memory(layout))
+        Shape(dtype, tuple(int(dim) for dim in dims.replace("<=", "").split(",") if dim), _MEMORY["S(5)" in layout])
         for dtype, dims, layout in _ARRAY.findall(text)
     )
 
 
-def _memory(layout: str) -> str:
-    return "host" if "S(5)" in layout else "device"
+_MEMORY = {False: "device", True: "host"}
 
 
 @functools.cache
@@ -232,11 +231,6 @@ def _called(attributes: str) -> tuple[str, ...]:
     for one, several in _CALLED.findall(attributes):
         names += [one] if one else [name.strip().lstrip("%") for name in several.split(",") if name.strip()]
     return tuple(names)
-
-
-def _op_name(metadata: str) -> str:
-    found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', metadata)
-    return found[1] if found else ""
 
 
 # Where an operation comes from: tables of the module's header, or written out on each line by older versions.
@@ -268,11 +262,7 @@ def _stacks(lines: list[str]) -> dict[str, tuple[str, ...]]:
 
 
 def _table(lines: list[str], title: str) -> Iterator[tuple[str, str]]:
-    try:
-        start = lines.index(title)
-    except ValueError:
-        return
-    for line in lines[start + 1 :]:
+    for line in lines[lines.index(title) + 1 :] if title in lines else ():
         number, _, entry = line.partition(" ")
         if not number.isdigit():
             return

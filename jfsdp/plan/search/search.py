@@ -68,12 +68,13 @@ def search_job(
       PlanUnavailable: without a compiler for this GPU.
       ValueError: for options that training would refuse.
     """
-    tries = _Tries(options, cluster, budget_s, on_progress)
-    given = {"reserve_bytes": reserve_bytes, "documents_per_row": documents_per_row}
-    tries.plan = lambda one: planner(one, cluster, **given)
-    tries.limit_bytes = cluster.gpu.memory_bytes - reserve_bytes
+
+    def plan(one: StepOptions) -> Any:
+        return planner(one, cluster, reserve_bytes=reserve_bytes, documents_per_row=documents_per_row)
+
+    tries = _Tries(options, cluster, cluster.gpu.memory_bytes - reserve_bytes, budget_s, plan, on_progress)
     item = bound_job(options, cluster).item
-    tries.begin()
+    tries.plan_one(options)
     _run_stages(tries, space or SearchSpace())
     return Search(
         tried=tuple(tries.found.values()),
@@ -126,11 +127,17 @@ def _place(tries: _Tries, one: StepOptions, space: SearchSpace) -> None:
 class _Tries:
     """What was tried so far, and for how long."""
 
-    plan: Callable[[StepOptions], Any]
-    limit_bytes: int
-
-    def __init__(self, default: StepOptions, cluster: Cluster, budget_s: float, say: Callable[[str], None]):
-        self.default, self.cluster, self.budget_s, self.say = default, cluster, budget_s, say
+    def __init__(
+        self,
+        default: StepOptions,
+        cluster: Cluster,
+        limit_bytes: int,
+        budget_s: float,
+        plan: Callable[[StepOptions], Any],
+        say: Callable[[str], None],
+    ):
+        self.default, self.cluster, self.limit_bytes, self.budget_s = default, cluster, limit_bytes, budget_s
+        self.plan, self.say = plan, say
         self.found: dict[StepOptions, Candidate] = {}
         self.is_cut, self.longest_s = False, 0.0
         self.begin_s = time.perf_counter()
@@ -138,10 +145,6 @@ class _Tries:
     @property
     def elapsed_s(self) -> float:
         return time.perf_counter() - self.begin_s
-
-    def begin(self) -> None:
-        """Plan what the user gave."""
-        self._record(self._planned(self.default))
 
     def fitting(self) -> list[Candidate]:
         return sorted((one for one in self.found.values() if one.fits), key=rank)
@@ -195,29 +198,29 @@ class _Tries:
         if self.elapsed_s + self.longest_s > self.budget_s:
             self.is_cut = True
             return self._skip(options, Outcome.SKIPPED, "no time left")
-        return self._record(self._planned(options))
+        return self.plan_one(options)
 
     def _skip(self, options: StepOptions, outcome: Outcome, reason: str) -> None:
         self._record(Candidate(options, changes(options, self.default), outcome, reason))
 
-    def _planned(self, options: StepOptions) -> Candidate:
-        changed = changes(options, self.default)
+    def plan_one(self, options: StepOptions) -> None:
+        """Compile a candidate and note what becomes of it."""
+        one = Candidate(options, changes(options, self.default), Outcome.PLANNED)
         begin_s = time.perf_counter()
-        self.say(f"compiling {Candidate(options, changed, Outcome.SKIPPED).label}")
+        self.say(f"compiling {one.label}")
         try:
             plan = self.plan(options)
         except PlanUnavailable:
             raise
         except Exception as error:  # whatever XLA cannot do with one candidate must not end the search
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            return Candidate(options, changed, Outcome.FAILED, reason)
+            self._skip(options, Outcome.FAILED, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
+        else:
+            names = ("fits", "needed_bytes", "step_s", "items_per_s", "mfu")
+            numbers: dict[str, Any] = {name: getattr(plan, name) for name in names}
+            mesh = {axis: size for axis, size in plan.layout.mesh_sizes if size > 1}
+            self._record(dataclasses.replace(one, compile_s=plan.compiled.compile_s, mesh=mesh, **numbers))
         finally:
             self.longest_s = max(self.longest_s, time.perf_counter() - begin_s)
-        names = ("fits", "needed_bytes", "step_s", "items_per_s", "mfu")
-        numbers: dict[str, Any] = {name: getattr(plan, name) for name in names}
-        numbers["compile_s"] = plan.compiled.compile_s
-        numbers["mesh"] = {axis: size for axis, size in plan.layout.mesh_sizes if size > 1}
-        return Candidate(options, changed, Outcome.PLANNED, **numbers)
 
     def _record(self, one: Candidate) -> None:
         self.found[one.options] = one

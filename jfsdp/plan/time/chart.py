@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jfsdp.extras import load
 from jfsdp.layout.mesh import MODEL_AXES
-from jfsdp.plan.picture import check_picture, make_figure
 from jfsdp.plan.traffic.axes import group_axes, is_own
 
 if TYPE_CHECKING:
@@ -34,6 +34,7 @@ COLORS = {
     "shared": "gold",
     "idle": "mistyrose",
 }
+ENDINGS = (".png", ".svg")
 _LANES = ("compute", "wire", *MODEL_AXES, "host")
 _JOINED = ("matmul", "attention", "memory")  # kinds of which neighbours are drawn as one bar
 _LEAST = 0.01  # of the step: what takes less has no panel
@@ -92,8 +93,8 @@ def plot_timeline(plan: Plan, path: str | Path) -> None:
     Raises:
       ValueError: for another ending than .png or .svg.
     """
-    path = Path(path)
-    check_picture(path)
+    if Path(path).suffix.lower() not in ENDINGS:
+        raise ValueError(f"{path}: a plot is a {' or a '.join(ENDINGS)}; rename it")
     collectives = (timed.collective for timed in plan.timeline.collectives)
     own = {one.name: group_axes(plan.layout, one.group)[0] for one in collectives if is_own(plan.layout, one)}
     draw_timeline(plan.timeline, collective_units(plan.ledger), own, plan.pipeline).savefig(path)
@@ -116,7 +117,8 @@ def draw_timeline(
     ]
     panels = find_panels(dataclasses.replace(timeline, events=tuple(moved)))
     num_lanes = ([pipeline.stages] if pipeline else []) + [len(panel.lanes) for panel in panels]
-    figure = make_figure(_WIDTH, 0.6 + 0.75 * len(num_lanes) + 0.3 * sum(num_lanes))
+    size = _WIDTH, 0.6 + 0.75 * len(num_lanes) + 0.3 * sum(num_lanes)
+    figure = load("matplotlib.figure").Figure(figsize=size, dpi=120, layout="constrained")  # needs no display
     rows = figure.subplots(len(num_lanes), squeeze=False, height_ratios=num_lanes)[:, 0]
     if pipeline:
         _draw_stages(rows[0], pipeline)

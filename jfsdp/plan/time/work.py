@@ -66,21 +66,10 @@ class Work:
 
 NOTHING = Work(Kind.NONE)
 _LIBRARY = re.compile(r"__cublas|__cudnn\$(?:fmha|conv)|__cutlass")
-_FREE = {
-    *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "opt-barrier", "add-dependency"),
-    *(
-        "partition-id",
-        "replica-id",
-        "while",
-        "conditional",
-        "call",
-        "domain",
-        "iota",
-        "send",
-        "recv",
-        "get-dimension-size",
-    ),
-}
+_FREE = re.compile(
+    "parameter|constant|tuple|get-tuple-element|bitcast|after-all|opt-barrier|add-dependency|partition-id|replica-id|"
+    "while|conditional|call|domain|iota|send|recv|get-dimension-size|.*-done|.*-update"
+)
 _VIEWS = ("bitcast", "reshape", "get-tuple-element", "convert", "copy")
 
 
@@ -119,7 +108,7 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
       computation: where the instruction stands; its operands are looked up there.
     """
     opcode = instruction.opcode
-    if opcode in _FREE or opcode.endswith(("-done", "-update")) or _is_collective(module, instruction):
+    if _FREE.fullmatch(opcode) or _is_collective(module, instruction):
         return NOTHING
     if opcode == "async-start":
         return _of_async(module, instruction)
@@ -167,12 +156,12 @@ def _of_async(module: Module, instruction: Instruction) -> Work:
 
 def _matmuls(module: Module, computation: Computation, instruction: Instruction) -> Iterator[Matmul]:
     """Yield the matmuls that an instruction is, or holds: dots, cuBLAS calls, and fusions around dots."""
-    if instruction.opcode == "dot":
-        dims = [_dims(instruction.attributes, f"{side}_{what}_dims") for what, side in _SIDES]
-        yield _matmul(computation.operand_shapes(instruction)[:2], dims, _is_precise(instruction))
-    elif instruction.opcode == "custom-call" and "__cublas$" in instruction.attributes:
-        dims = [_dims(instruction.attributes, f"{side}_{what}_dimensions") for what, side in _SIDES]
-        yield _matmul(computation.operand_shapes(instruction)[:2], dims, _is_precise(instruction))
+    is_dot = instruction.opcode == "dot"
+    if is_dot or (instruction.opcode == "custom-call" and "__cublas$" in instruction.attributes):
+        word = "dims" if is_dot else "dimensions"
+        dims = [_dims(instruction.attributes, f"{side}_{what}_{word}") for what, side in _SIDES]
+        is_precise = re.search(r'operand_precision["=:{\[ ]+(?:highest|HIGHEST)', instruction.attributes) is not None
+        yield _matmul(computation.operand_shapes(instruction)[:2], dims, is_precise)
     elif instruction.opcode in ("fusion", "fusion-start"):
         for name in instruction.called:
             inner = module.computations[name]
@@ -193,17 +182,9 @@ def _matmul(shapes: tuple[Shape, ...], dims: list[tuple[int, ...]], is_precise: 
     (lhs, rhs), (contracted, batch, rhs_contracted, rhs_batch) = shapes, dims
     sizes = math.prod(lhs.dims[dim] for dim in batch), math.prod(lhs.dims[dim] for dim in contracted)
     rows = lhs.num_elements // max(1, math.prod(sizes))
-    columns = _left(rhs, rhs_contracted + rhs_batch)
+    columns = math.prod(size for dim, size in enumerate(rhs.dims) if dim not in rhs_contracted + rhs_batch)
     dtype = "tf32" if lhs.dtype == "f32" and not is_precise else lhs.dtype
     return Matmul(sizes[0], rows, columns, sizes[1], dtype)
-
-
-def _left(shape: Shape, taken: tuple[int, ...]) -> int:
-    return math.prod(size for dim, size in enumerate(shape.dims) if dim not in taken)
-
-
-def _is_precise(instruction: Instruction) -> bool:
-    return re.search(r'operand_precision["=:{\[ ]+(?:highest|HIGHEST)', instruction.attributes) is not None
 
 
 # Attention.

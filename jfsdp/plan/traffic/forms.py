@@ -142,7 +142,8 @@ class Axis:
             like = [other for other in goes if self.read(eqn.invars[other]) == self.read(eqn.invars[place])]
             if is_lost and not is_known(eqn) and not like:
                 self.unread[eqn.primitive.name] = None
-            if (is_lost and (is_known(eqn) or not like)) or any(_contradict(own, each) for each in goes.values()):
+            pairs = [pair for each in goes.values() for pair in zip(own, each, strict=True) if None not in pair]
+            if (is_lost and (is_known(eqn) or not like)) or any(one != other for one, other in pairs):
                 self.turn(eqn.invars[place], None, eqn)
             else:
                 goes[place] = own
@@ -212,10 +213,6 @@ class Loop:
     def is_loop(self) -> bool:
         """Tell whether it has several iterations; XLA makes no loop of one."""
         return self.eqn.params["length"] > 1
-
-
-def _contradict(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    return any(a != b and None not in (a, b) for a, b in zip(one, other, strict=True))
 
 
 def num_bytes(aval: Any) -> int:
