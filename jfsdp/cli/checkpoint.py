@@ -15,8 +15,7 @@ from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
 from jfsdp.cli.console import BROKEN, make_console, make_table, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
 from jfsdp.trainer.help_groups import Options, option
-from jfsdp.trainer.options import Number, ShardingOptions, optional
-from jfsdp.trainer.parse import read_fields, write
+from jfsdp.trainer.options import Number, optional
 
 if TYPE_CHECKING:
     from jfsdp.checkpoint.diff import Differences
@@ -153,14 +152,14 @@ class Prune(Options):
         keep, every, best = (value or None for value in rules.values())
         run = Checkpointer(paths[-1].parent, keep, keep_every=every, keep_best=best)
         sizes = {int(path.name): bytes_below(path) for path in paths}
-        gone = run.prune(dry_run=self.dry_run)
+        deleted = run.prune(dry_run=self.dry_run)
         run.close()
-        freed, left = sum(sizes[step] for step in gone), [step for step in sizes if step not in gone]
+        freed, kept = sum(sizes[step] for step in deleted), [step for step in sizes if step not in deleted]
         if self.json:
-            print(json.dumps({"deleted": gone, "bytes": freed, "kept": left, "is_dry_run": self.dry_run}))
+            print(json.dumps({"deleted": deleted, "bytes": freed, "kept": kept, "is_dry_run": self.dry_run}))
         else:
             verb = "would delete" if self.dry_run else "deleted"
-            print(f"{verb} steps {_list(gone)} ({freed:,} bytes); kept {_list(left)}")
+            print(f"{verb} steps {_list(deleted)} ({freed:,} bytes); kept {_list(kept)}")
         return 0
 
 
@@ -224,8 +223,7 @@ def _print_steps(rows: list[dict[str, Any]]) -> None:
     table = make_table("step", "bytes", "written", "metrics")
     for row in rows:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in (row.get("metrics") or {}).items())
-        shown = row["problem"] or metrics
-        table.add_row(str(row["step"]), f"{row['bytes']:,}", row.get("created") or "", shown)
+        table.add_row(str(row["step"]), f"{row['bytes']:,}", row.get("created") or "", row["problem"] or metrics)
     make_console().print(table)
 
 
@@ -244,9 +242,8 @@ def _print_checkpoint(found: dict[str, Any]) -> None:
 
     console = make_console()
     arrays = found["arrays"]
-    console.print(
-        f"{found['path']}: format {found['format']}, step {found.get('step')}, {found['bytes']:,} bytes on disk"
-    )
+    step, size = found.get("step"), found["bytes"]
+    console.print(f"{found['path']}: format {found['format']}, step {step}, {size:,} bytes on disk")
     for name in ("created", "versions", "metrics", "converted", "imported"):
         if found.get(name):
             console.print(f"{name}: {_flat(found[name])}")
@@ -269,8 +266,7 @@ def _print_checkpoint(found: dict[str, Any]) -> None:
     if found["config"] is not None:
         stored = found["config"].get("config", found["config"]) if isinstance(found["config"], dict) else {}
         chosen = {name: stored[name] for name in ("model", "factory", "model_config") if stored.get(name)}
-        told = {name: write(value) for name, value in read_fields(ShardingOptions, chosen).items()}
-        console.print(f"config: {_flat(told)} (--json prints all of it)")
+        console.print(f"config: {_flat(chosen)} (--json prints all of it)")
 
 
 def _flat(value: Any) -> str:
@@ -281,10 +277,8 @@ def _print_verified(results: dict[str, Any]) -> None:
     for path, found in results.items():
         state = "ok" if found.is_ok else "DAMAGED" if found.is_damaged else "whole, but NOT FINITE"
         print(f"{path}: {state}; {found.num_arrays} arrays, {found.num_files} files, {found.num_bytes:,} bytes")
-        for line in found.problems:
+        for line in [*found.problems, *(f"note: {remark}" for remark in found.remarks)]:
             print(f"  {line}")
-        for line in found.remarks:
-            print(f"  note: {line}")
 
 
 def _print_differences(found: Differences) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-SILENT_S = 10.0  # of long work whose progress no terminal shows
 BROKEN = 4  # the exit status of what is damaged, differs, or does not do what it says
 GIB = 1 << 30
 
@@ -69,24 +67,15 @@ def progress_of(
 
 @contextlib.contextmanager
 def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show what is being done, on a terminal, until it is done; elsewhere say once what takes longer than some 10 s.
+    """Show what is being done until it is done; only on a terminal.
 
     Returns:
       `f(text)`, to be called with what begins.
     """
-    if quiet:
+    if quiet or not sys.stderr.isatty():
         yield lambda text: None
-    elif sys.stderr.isatty():
-        from rich.console import Console
+        return
+    from rich.console import Console
 
-        with Console(stderr=True).status("starting") as status:
-            yield lambda text: status.update(text)
-    else:
-        told = ["starting"]
-        late = threading.Timer(SILENT_S, lambda: print(f"jfsdp: {told[-1]} takes a while", file=sys.stderr, flush=True))
-        late.daemon = True
-        late.start()
-        try:
-            yield told.append
-        finally:
-            late.cancel()
+    with Console(stderr=True).status("starting") as status:
+        yield lambda text: status.update(text)

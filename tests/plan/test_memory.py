@@ -16,7 +16,7 @@ from jfsdp.plan.hlo.flow import Flow
 from jfsdp.plan.hlo.parse import parse_module
 from jfsdp.plan.memory import buffer_assignment
 from jfsdp.plan.memory import peak as memory
-from jfsdp.plan.memory.classify import describe_operation, own_line
+from jfsdp.plan.memory.classify import own_line
 from jfsdp.train.state_bytes import account
 from jfsdp.trainer.job import find_job
 from jfsdp_models.losses import next_token_loss  # pyright: ignore[reportMissingImports]
@@ -261,17 +261,3 @@ def test_the_line_of_an_operation_is_the_model_s_and_not_that_of_who_calls_jfsdp
 def test_a_dump_that_is_not_there_says_how_to_make_one(tmp_path):
     with pytest.raises(ValueError, match="xla_dump_to"):
         buffer_assignment.read_dump(tmp_path, "jit__step")
-
-
-@pytest.mark.parametrize(
-    ("op_name", "words"),
-    [
-        ("jit(_step)/transpose(jvp(transpose(jvp())))", "backward"),
-        ("jit(_step)/jvp(jfsdp.gather.layers)/all_gather", "gathering layers for its forward"),
-        ("jit(_step)/jfsdp.update/add", "the optimizer's update"),
-        ("jit(_step)/transpose(jvp(Model))/head/dot_general", "backward (Model/head/dot_general)"),
-        ("", "forward"),
-    ],
-)
-def test_the_fullest_moment_is_named_without_the_words_of_jax(op_name, words):
-    assert describe_operation(op_name) == words

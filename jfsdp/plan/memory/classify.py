@@ -22,7 +22,6 @@ import dataclasses
 import functools
 import math
 import pathlib
-import re
 from collections.abc import Mapping, Sequence
 
 from jfsdp.layout.layout import Layout
@@ -75,36 +74,6 @@ _SCOPE_PARTS = {"reduce": "gradients", "update": "update"}
 def _scope(op_name: str) -> tuple[str, str]:
     """Return the outermost of the engine's scopes as (verb, unit); empty where there is none."""
     return next(iter(find_scopes(op_name)), ("", ""))
-
-
-_DOING = {
-    "gather": "gathering {} for its forward",
-    "regather": "gathering {} for its backward",
-    "keep": "keeping {} for its backward",
-    "reduce": "reducing the gradients of {}",
-    "update": "the optimizer's update",
-}
-_WRAPPED = re.compile(r"^\w+\((.*)\)$")
-# What JAX and the engine put around the model's own names.
-_NO_NAMES = re.compile(
-    r"|jit|_step|main|while|body|cond|scan|checkpoint|rematted_computation|closed_call|core_call|shard_map"
-    r"|jfsdp_unit_\d+|in_place|on_rows|run|branch_\d+_fun"
-)
-
-
-def describe_operation(op_name: str) -> str:
-    """Say what a step does where JAX calls an operation so: part of the step, and the model's own names."""
-    verb, unit = _scope(op_name)
-    if verb:
-        return _DOING[verb].format(unit or "the unit")
-    backward = "transpose(" in op_name
-    part = ("recomputing for the backward" if "rematted" in op_name else "backward") if backward else "forward"
-    names = []
-    for name in op_name.split("/"):
-        while found := _WRAPPED.match(name):
-            name = found[1]
-        names += [] if _NO_NAMES.fullmatch(name) else [name]
-    return f"{part} ({'/'.join(names[-3:])})" if names else part
 
 
 def guess_vocab(layout: Layout) -> int | None:
@@ -169,11 +138,12 @@ class Judge:
         return later[0], (1, *value.index)
 
     def moment(self, name: str) -> str:
-        """Say what an instruction does and where it comes from; empty for one that the module does not have."""
+        """Say in which part of the step an instruction stands, and at which line of the user's program."""
         instruction = self.flow.by_name.get(name)
         if instruction is None:
             return ""
-        line, what = own_line(instruction), describe_operation(self.flow.op_name((instruction, ())))
+        op_name, line = self.flow.op_name((instruction, ())), own_line(instruction)
+        what = _scope(op_name)[0] or ("backward" if "transpose(" in op_name else "forward")
         return f"{what} at {line}" if line and not line.startswith(_PACKAGE) else what
 
     def _part(self, value: Value, place: Place) -> str | None:
