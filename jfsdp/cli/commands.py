@@ -7,12 +7,14 @@ import functools
 import inspect
 import operator
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Annotated, Any
 
 import tyro
 
 import jfsdp
+from jfsdp import arguments
 from jfsdp.checkpoint.disk.files import is_damage
 from jfsdp.cli.audit import AuditProgram
 from jfsdp.cli.checkpoint import CHECKPOINT_COMMANDS, Checkpoint
@@ -24,7 +26,7 @@ from jfsdp.cli.explain import Explain
 from jfsdp.cli.generate import Generate
 from jfsdp.cli.launch import Launch, split_command
 from jfsdp.cli.models import Models
-from jfsdp.cli.plan import FactoryError, PlanJob, is_refused_type
+from jfsdp.cli.plan import PlanJob
 from jfsdp.launch.runtime import plain_warnings
 from jfsdp.trainer.help_groups import read_command
 from jfsdp.trainer.option_errors import check_known
@@ -93,7 +95,7 @@ def _listed(name: str, kind: type) -> Any:
 def main(args: Sequence[str] | None = None) -> int:
     """Run a subcommand; print errors of the user's making in one line.
 
-    Returns the exit status: 0; 1 where `doctor` found something wrong or a factory failed; 2 for bad arguments; 3 for a
+    Returns the exit status: 0; 1 where `doctor` found something wrong; 2 for bad arguments; 3 for a
     plan that does not fit; 4 for a program that an audit found something in, a damaged checkpoint, or two that
     differ; 130 for Ctrl-C.
     """
@@ -109,14 +111,12 @@ def main(args: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("jfsdp: interrupted", file=sys.stderr)
         return 130
-    except FactoryError as error:
-        print(f"jfsdp: error: {error}", file=sys.stderr)
-        return 1
     except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
         if _is_full(error):
             told = str(error).partition("\n")[0]
             error = ValueError(f"the memory does not suffice for what was asked ({told}); ask for less at a time")
-        if isinstance(error, TypeError) and not is_refused_type(error):
+        is_refused = traceback.extract_tb(error.__traceback__)[-1].filename == arguments.__file__
+        if isinstance(error, TypeError) and not is_refused:  # of an argument, such as a field of a user's job
             raise
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise

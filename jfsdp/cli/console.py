@@ -51,16 +51,9 @@ def progress_of(
         return
     print(f"{what}: takes at most {memory_bytes / GIB:.2f} GiB of memory beside the program itself", file=sys.stderr)
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+    from rich.progress import Progress
 
-    columns = (
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda name, num_bytes: bar.update(task, advance=num_bytes, description=name[-60:])
 

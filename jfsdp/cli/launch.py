@@ -65,10 +65,9 @@ class Launch(Options):
             flags = merge_flags(environment.get("XLA_FLAGS", ""), count)
             environment |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, DEVICES: str(self.devices_per_proc)}
         hosts = self._hosts()
-        if (self.min_nproc or 0) > hosts.num_nodes * self.nproc:
-            raise ValueError(
-                f"--min-nproc {self.min_nproc} must be at most all processes, {hosts.num_nodes * self.nproc}"
-            )
+        most = hosts.num_nodes * self.nproc
+        if (self.min_nproc or 0) > most:
+            raise ValueError(f"--min-nproc {self.min_nproc} must be at most all processes, {most}")
         directory = Path(self.log_dir or time.strftime("logs/launch-%Y%m%d-%H%M%S"))
         supervisor = Supervisor(
             [*program, *self.command],

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import sys
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
-from jfsdp import arguments
 from jfsdp.cli.console import progress
 from jfsdp.cli.report import GB, GIB, print_estimate, print_inference, print_plan, print_search
 from jfsdp.plan.memory.peak import RESERVE_BYTES
@@ -132,7 +129,7 @@ class PlanJob(StepOptions):
         from jfsdp.plan.jobs import plan_job
         from jfsdp.plan.time.chart import plot_timeline
 
-        with failing_factory(self.factory), progress(quiet=self.json) as tell:
+        with progress(quiet=self.json) as tell:
             plan = plan_job(self, cluster, **more, on_progress=tell)
         if self.dump_hlo:
             Path(self.dump_hlo).expanduser().write_text(plan.compiled.text)
@@ -143,7 +140,7 @@ class PlanJob(StepOptions):
     def _inference(self, cluster: Cluster, reserve_bytes: int) -> int:
         from jfsdp.plan.inference import plan_inference
 
-        with failing_factory(self.factory), progress(quiet=self.json) as tell:
+        with progress(quiet=self.json) as tell:
             plan = plan_inference(self, cluster, self.batch_per_device, self.seq_len, reserve_bytes, on_progress=tell)
         return self._tell(plan.to_dict(), lambda: print_inference(plan), fits=plan.fits)
 
@@ -152,7 +149,7 @@ class PlanJob(StepOptions):
         from jfsdp.trainer.recipes import read_recipe
 
         options = StepOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)})
-        with failing_factory(self.factory), progress(quiet=self.json) as tell:
+        with progress(quiet=self.json) as tell:
             search = search_job(options, cluster, **more, budget_s=self.budget, on_progress=tell)
         base = {name: value for name, value in read_recipe(self.recipe).items() if name != "recipe"}
         search = dataclasses.replace(search, base=base)
@@ -164,35 +161,8 @@ class PlanJob(StepOptions):
     def _estimate(self, cluster: Cluster, reserve_bytes: int) -> int:
         from jfsdp.plan.jobs import bound_job
 
-        with failing_factory(self.factory), progress(quiet=self.json) as tell:
+        with progress(quiet=self.json) as tell:
             tell("sharding")
             bound = bound_job(self, cluster)
         estimate = bound.to_dict(cluster.gpu.memory_bytes - reserve_bytes)
         return self._tell(estimate, lambda: print_estimate(estimate, cluster), fits=estimate["state_fits"])
-
-
-class FactoryError(Exception):
-    """A user's factory or model raised; its traceback is its own."""
-
-
-def is_refused_type(error: Exception) -> bool:
-    """Tell whether an argument of a wrong type was refused, such as a field of a user's job."""
-    return isinstance(error, TypeError) and traceback.extract_tb(error.__traceback__)[-1].filename == arguments.__file__
-
-
-@contextlib.contextmanager
-def failing_factory(factory: str | None) -> Iterator[None]:
-    """Show the traceback of what a user's own factory raises, from its first line on, and not ours."""
-    from jfsdp.plan.plan import EagerComputation
-
-    try:
-        yield
-    except Exception as error:
-        if factory is None or isinstance(error, (ValueError, OSError)) or is_refused_type(error):
-            raise
-        origin = error.__cause__ if isinstance(error, EagerComputation) and error.__cause__ else error
-        frames = traceback.extract_tb(origin.__traceback__)
-        own = [place for place, frame in enumerate(frames) if "/jfsdp/" not in frame.filename]
-        shown = traceback.format_list(frames[own[0] :] if own else frames)
-        text = "".join([*shown, *traceback.format_exception_only(error)])
-        raise FactoryError(f"factory {factory!r} failed:\n{text}") from error

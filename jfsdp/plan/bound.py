@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
+
+import numpy as np
 
 from jfsdp.arguments import checked
 from jfsdp.engine.movements import movements
@@ -93,11 +95,12 @@ def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None 
     spec = step.resolve(batch)
     layout, work = step.layout, work or rows_of(step, batch)
     moves = movements(layout, spec)
-    sizes = {axis: dict(layout.mesh_sizes).get(axis, 1) for axis in OUTER_FIRST}
-    wire_s = sum(
-        move.wire_bytes / cluster.group_bandwidth(_group(sizes, move.axes)[: move.group_size], _LARGE_BYTES)
-        for move in moves
-    )
+    sizes = dict(layout.mesh_sizes)
+    devices = np.arange(cluster.num_devices).reshape([sizes.get(axis, 1) for axis in OUTER_FIRST])
+    wire_s = 0.0
+    for move in moves:  # at the best that the group of device 0 gets
+        group = devices[tuple(slice(None) if axis in move.axes else 0 for axis in OUTER_FIRST)].flatten().tolist()
+        wire_s += move.wire_bytes / cluster.group_bandwidth(group[: move.group_size], _LARGE_BYTES)
     items = work.items / layout.num_shards(MODEL_AXES)  # the least, if the model splits all that it computes
     flops = _least_flops(layout, work) * _passes_per_microbatch(step, work)
     return Bound(
@@ -145,16 +148,6 @@ def _passes_per_microbatch(step: TrainStep, work: Work) -> float:
     leaves = [leaf for leaf in layout.leaves if len(leaf.shape) - leaf.stacked > 1]
     share = num_parameters([leaf for leaf in leaves if leaf.is_staged]) / num_parameters(leaves)
     return 1 + share * (min(passes.forward, passes.backward) / (passes.repeats * step.spec.accumulate) - 1)
-
-
-def _group(sizes: dict[str, int], axes: Sequence[str]) -> list[int]:
-    """Return the devices that share every index but those of `axes` with device 0, minor axes first."""
-    group, stride = [0], 1
-    for axis in reversed(OUTER_FIRST):
-        if axis in axes:
-            group = [device + index * stride for index in range(sizes[axis]) for device in group]
-        stride *= sizes[axis]
-    return group
 
 
 def _unit_bytes(layout: Layout, paths: Iterable[str]) -> int:

@@ -170,12 +170,8 @@ class Plan:
     def bound_by(self) -> str:
         """What takes longest by itself: computing (matmuls, or else memory bandwidth), a link, or the host's memory."""
         clock = self.timeline
-        matmuls = clock.matmul_s + clock.attention_s
-        seconds = {
-            "compute" if matmuls >= clock.memory_s else "memory bandwidth": clock.compute_s,
-            "host link": clock.host_s,
-            **self.link_s,
-        }
+        computing = "compute" if clock.matmul_s + clock.attention_s >= clock.memory_s else "memory bandwidth"
+        seconds = {computing: clock.compute_s, "host link": clock.host_s, **self.link_s}
         return max(seconds, key=lambda name: seconds[name])
 
     @property
@@ -317,8 +313,9 @@ def make_plan(
 
 
 def _pipeline(step: TrainStep, module: Module, timeline: Timeline) -> Pipeline | None:
-    if step.spec.schedule is None:
+    schedule, config = step.spec.schedule, step.config
+    if schedule is None:
         return None
-    name = step.config.pipe_schedule if isinstance(step.config.pipe_schedule, str) else "own"
-    of = (step.config.pipe_repeats, step.config.accumulate)
-    return Pipeline(name, step.spec.schedule, *of, tick_seconds(module, timeline), timeline.step_s)
+    name, seconds = config.pipe_schedule, tick_seconds(module, timeline)
+    name = name if isinstance(name, str) else "own"
+    return Pipeline(name, schedule, config.pipe_repeats, config.accumulate, seconds, timeline.step_s)

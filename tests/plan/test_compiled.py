@@ -103,7 +103,7 @@ def _renamed(module):
 
 
 def matmul_flops(module):
-    works = ((work_of(module, *where), times) for *where, times in walk(module))
+    works = ((work_of(module, computation, line), times) for computation, line, times in walk(module))
     return sum(times * work.num_flops for work, times in works if work.kind is Kind.MATMUL)
 
 

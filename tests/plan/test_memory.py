@@ -102,11 +102,6 @@ def test_a_line_that_has_changed_is_refused_and_not_skipped():
         buffer_assignment.read_allocations(ASSIGNMENT.replace("offset=600", "at=600"))
 
 
-def test_texts_of_two_modules_are_refused():
-    with pytest.raises(ValueError, match="of one module"):
-        buffer_assignment.find_peak(buffer_assignment.read_allocations(ASSIGNMENT), {("other", ()): (0, 1)})
-
-
 def test_what_a_step_reads_and_what_it_writes_are_in_memory_together():
     moment = moment_of((0, 500, 0, 2), (500, 400, 2, 3))
     assert (moment.step, moment.num_bytes) == (2, 900)

@@ -21,7 +21,7 @@ PCIE_EFFICIENCY = 0.6
 SUSTAINED = 0.82
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
     """One kind of GPU in its usual server. Bandwidths are bytes/s per GPU in one direction; FLOP/s without sparsity.
 
@@ -38,8 +38,8 @@ class Gpu:
     full_name: str
     capability: tuple[int, int]
     num_cores: int
-    fpus_per_core: int
-    threads_per_core: int
+    fpus_per_core: int = 128
+    threads_per_core: int = 2048
     shared_memory_per_core: int
     shared_memory_per_block: int
     l2_bytes: int
@@ -50,8 +50,8 @@ class Gpu:
     link: str
     num_links: int
     link_bandwidth: float
-    domain_size: int
-    gpus_per_node: int
+    domain_size: int = 8
+    gpus_per_node: int = 8
     network_bandwidth: float
     host_bandwidth: float
     source: str
@@ -94,7 +94,6 @@ _A100 = Gpu(
     capability=(8, 0),
     num_cores=108,
     fpus_per_core=64,
-    threads_per_core=2048,
     shared_memory_per_core=167936,
     shared_memory_per_block=166912,
     l2_bytes=40 * _MIB,
@@ -105,8 +104,6 @@ _A100 = Gpu(
     link="NVLink 3",
     num_links=12,
     link_bandwidth=300e9,
-    domain_size=8,
-    gpus_per_node=8,
     network_bandwidth=25e9,
     host_bandwidth=32e9,
     source="datasheet A100 80GB SXM; chip and memory as CUDA reports them; network of a DGX A100, 8 x 200 Gbit/s; "
@@ -121,8 +118,6 @@ _H100 = Gpu(
     full_name="NVIDIA H100 80GB HBM3",
     capability=(9, 0),
     num_cores=132,
-    fpus_per_core=128,
-    threads_per_core=2048,
     shared_memory_per_core=233472,
     shared_memory_per_block=232448,
     l2_bytes=50 * _MIB,
@@ -133,8 +128,6 @@ _H100 = Gpu(
     link="NVLink 4",
     num_links=18,
     link_bandwidth=450e9,
-    domain_size=8,
-    gpus_per_node=8,
     network_bandwidth=50e9,
     host_bandwidth=64e9,
     source="datasheet H100 SXM; chip and memory as CUDA reports them; network of a DGX H100, 8 x 400 Gbit/s; "
@@ -144,29 +137,22 @@ _H100 = Gpu(
     aliases=("h100-sxm", "h100-80", "h100-80gb", "h100-sxm-80"),
 )
 
-_B200 = Gpu(
+_B200 = dataclasses.replace(
+    _H100,
     name="b200",
     full_name="NVIDIA B200",
     capability=(10, 0),
     num_cores=148,
-    fpus_per_core=128,
-    threads_per_core=2048,
-    shared_memory_per_core=233472,
-    shared_memory_per_block=232448,
     l2_bytes=132644864,
     clock_ghz=1.965,
     memory_bytes=191514411008,
     memory_bandwidth=7.672e12,
     peak=_peak(2250e12, 1125e12, 75e12),
     link="NVLink 5",
-    num_links=18,
     link_bandwidth=900e9,
-    domain_size=8,
-    gpus_per_node=8,
-    network_bandwidth=50e9,
-    host_bandwidth=64e9,
     source="datasheet HGX B200; chip, memory and its bandwidth as CUDA reports them; network of a DGX B200, "
     f"8 x 400 Gbit/s; {_MATMULS}",
+    measured_links=(),
     measured_matmul=("bfloat16", (1792, 16128, 3072), 1745e12),
     aliases=("b200-sxm", "hgx-b200"),
 )
@@ -176,7 +162,6 @@ _L40S = Gpu(
     full_name="NVIDIA L40S",
     capability=(8, 9),
     num_cores=142,
-    fpus_per_core=128,
     threads_per_core=1536,
     shared_memory_per_core=102400,
     shared_memory_per_block=101376,
@@ -188,8 +173,6 @@ _L40S = Gpu(
     link="PCIe 4 x16",
     num_links=0,
     link_bandwidth=32e9,
-    domain_size=8,
-    gpus_per_node=8,
     network_bandwidth=25e9,
     host_bandwidth=32e9,
     source="datasheet L40S; assumed: memory bytes (44.4 GiB, with ECC), L2, clock, network of 200 Gbit/s per GPU",

@@ -69,8 +69,7 @@ def examine_processes(
         skew_s = min(_spread() for _ in range(_ROUNDS))
     with at(f"a file in {directory}"):
         findings = [*_compare(facts, skew_s), *_check_directory(directory)]
-    whole: dict[str, Any] = dict(sizes)
-    mesh, links = make_mesh(**whole), []
+    mesh, links = make_mesh(**sizes), []  # type: ignore[arg-type]
     for axis, size in mesh.shape.items():
         if size > 1:
             with at(f"an all-gather over mesh axis {axis!r}"):

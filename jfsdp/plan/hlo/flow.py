@@ -223,10 +223,10 @@ def _flat(mask: Mask) -> Mask:
 
 
 def _either(one: Mask, other: Mask) -> Mask:
+    if isinstance(one, int) and isinstance(other, tuple):
+        one, other = other, one
+    if isinstance(one, tuple) and isinstance(other, int):
+        other = (other,) * len(one)
     if isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other):
         return tuple(_either(a, b) for a, b in zip(one, other, strict=True))
-    if isinstance(one, tuple) and isinstance(other, int):
-        return tuple(_either(part, other) for part in one)
-    if isinstance(other, tuple) and isinstance(one, int):
-        return tuple(_either(one, part) for part in other)
     return _join(one) | _join(other)

@@ -39,10 +39,8 @@ def executions(module: Module) -> tuple[Execution, ...]:
     found: dict[str, Execution] = {}
 
     def visit(computation: Computation, times: int, in_loop: bool) -> None:
-        before = found.get(computation.name)
-        found[computation.name] = Execution(
-            computation, times + (before.times if before else 0), in_loop or bool(before and before.in_loop)
-        )
+        before = found.get(computation.name, Execution(computation, 0, False))
+        found[computation.name] = Execution(computation, before.times + times, before.in_loop or in_loop)
         for instruction in computation.instructions:
             for name, rounds in runs(instruction):
                 visit(module.computations[name], times * rounds, in_loop or instruction.opcode == "while")

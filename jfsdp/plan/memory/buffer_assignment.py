@@ -15,9 +15,11 @@ calls `peak_memory_in_bytes`. That step is the moment of the peak.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 
 HOST_COLOR = 5  # how XLA's buffer assignment marks host memory; the layout says S(5)
 
@@ -103,22 +105,16 @@ def read_dump(directory: str | os.PathLike[str], module: str) -> tuple[str, str]
     Raises:
       ValueError: if one of them is not there, or there twice.
     """
-    return _dumped(directory, module, "live-range"), _dumped(directory, module, "buffer-assignment")
-
-
-def _dumped(directory: str | os.PathLike[str], module: str, kind: str) -> str:
-    names = [
-        name
-        for name in os.listdir(directory)
-        if f".{module}." in name and name.endswith(f"after_optimizations-{kind}.txt")
-    ]
-    if len(names) != 1:
-        raise ValueError(
-            f"{directory}: {len(names)} texts of kind {kind!r} for module {module!r}, expected one; compile into an "
-            "empty directory, with compiler_options xla_dump_to and xla_dump_hlo_as_text"
-        )
-    with open(os.path.join(directory, names[0]), encoding="utf-8") as file:
-        return file.read()
+    texts = []
+    for kind in ("live-range", "buffer-assignment"):
+        found = list(Path(directory).glob(f"*.{module}.*after_optimizations-{kind}.txt"))
+        if len(found) != 1:
+            raise ValueError(
+                f"{directory}: {len(found)} texts of kind {kind!r} for module {module!r}, expected one; compile into "
+                "an empty directory, with compiler_options xla_dump_to and xla_dump_hlo_as_text"
+            )
+        texts.append(found[0].read_text(encoding="utf-8"))
+    return texts[0], texts[1]
 
 
 _RANGE = re.compile(r"^\s+([^\s{}]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
@@ -183,13 +179,9 @@ def _index(text: str) -> tuple[int, ...]:
 
 
 def find_peak(allocations: Iterable[Allocation], ranges: LiveRanges) -> Moment:
-    """Find the step at which the temporaries' allocations hold most; see [Note: the moment of the peak].
-
-    Raises:
-      ValueError: if a value has no live range: the two texts are of two modules.
-    """
+    """Find the step at which the temporaries' allocations hold most; see [Note: the moment of the peak]."""
     timed = [
-        (place, _lifetime(value, ranges), value)
+        (place, ranges[value.name, value.index], value)
         for place, allocation in enumerate(allocations)
         if allocation.is_temp
         for value in allocation.values
@@ -202,15 +194,6 @@ def find_peak(allocations: Iterable[Allocation], ranges: LiveRanges) -> Moment:
         moment = Moment(step, tuple(_cover(live)))
         best = max(best, moment, key=lambda found: found.num_bytes)
     return best
-
-
-def _lifetime(value: Value, ranges: LiveRanges) -> tuple[int, int]:
-    try:
-        return ranges[value.name, value.index]
-    except KeyError:
-        raise ValueError(
-            f"value {value.name}{list(value.index)} is assigned but has no live range; are both texts of one module?"
-        ) from None
 
 
 Timed = Sequence[tuple[int, tuple[int, int], Value]]
@@ -226,11 +209,9 @@ def _bounds(timed: Timed) -> list[tuple[int, int]]:
         for start, end in _merge(lifetimes):
             changes[start] = changes.get(start, 0) + num_bytes
             changes[end + 1] = changes.get(end + 1, 0) - num_bytes
-    total, bounds = 0, []
-    for step in sorted(changes):
-        total += changes[step]
-        bounds.append((total, step))
-    return sorted(bounds, reverse=True)
+    steps = sorted(changes)
+    totals = itertools.accumulate(changes[step] for step in steps)
+    return sorted(zip(totals, steps, strict=True), reverse=True)
 
 
 def _merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -87,7 +87,10 @@ def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> It
             continue  # zero2 is the same program then
         if name == _KEPT_IN_DOMAIN and not 1 < domain < num:
             continue
-        meshes = [{"replica": -1, "fsdp": n} for n in _group_sizes(num, domain)] if has_replicas else [{"fsdp": -1}]
+        meshes = [{"fsdp": -1}]
+        if has_replicas:  # groups of a node's devices, and of two nodes'; of one node half
+            usual = (domain // 2,) if num <= domain else (domain, 2 * domain)
+            meshes = [{"replica": -1, "fsdp": size} for size in usual if 1 < size < num and num % size == 0]
         for mesh in meshes:
             yield dataclasses.replace(
                 options,
@@ -105,12 +108,6 @@ def _way_of(options: StepOptions) -> str:
     kept = _DOMAIN if isinstance(kept, int) and not isinstance(kept, bool) else kept
     way = (options.strategy, kept, options.opt_over, has_replicas)
     return next((name for name, other in WAYS.items() if other == way), "replicas" if has_replicas else "full_shard")
-
-
-def _group_sizes(num: int, domain: int) -> list[int]:
-    """Return the sizes of axis `fsdp` for full_shard with replicas: a node's, and two nodes'; of one node half."""
-    usual = (domain // 2,) if num <= domain else (domain, 2 * domain)
-    return [size for size in usual if 1 < size < num and num % size == 0]
 
 
 def tensors(options: StepOptions, given: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:

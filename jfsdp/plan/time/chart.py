@@ -127,9 +127,8 @@ def draw_timeline(
     rows[-1].set_xlabel("ms")
     shown = {bars.get_label(): bars for axes in rows for bars in axes.collections}
     handles = [shown[kind] for kind in sorted(shown, key=lambda kind: [*COLORS, kind].index(kind))]
-    figure.legend(
-        handles=handles, loc="outside lower center", ncols=min(len(handles), _LEGEND), fontsize="small", frameon=False
-    )
+    columns = min(len(handles), _LEGEND)
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
     return figure
 
 
@@ -143,10 +142,8 @@ def _draw_stages(axes: Any, pipeline: Pipeline) -> None:
     axes.set_yticks(range(pipeline.stages, 0, -1), [f"stage {stage}" for stage in range(pipeline.stages)])
     axes.set(xlim=(0, end_s * 1e3), ylim=(0.5, pipeline.stages + 0.5))
     axes.spines[["top", "right"]].set_visible(False)
-    title = (
-        f"{pipeline.name}: microbatches by stage, ticks laid end to end; {pipeline.bubble_share:.1%} of the step idle"
-    )
-    axes.set_title(title, loc="left", fontsize="medium")
+    idle = f"{pipeline.bubble_share:.1%} of the step idle"
+    axes.set_title(f"{pipeline.name}: microbatches by stage; {idle}", loc="left", fontsize="medium")
 
 
 def _draw_panel(axes: Any, panel: Panel, units: Mapping[str, str], panels: Mapping[str, Panel]) -> None:

@@ -135,13 +135,8 @@ def _is_collective(module: Module, instruction: Instruction) -> bool:
 
 def _of_async(module: Module, instruction: Instruction) -> Work:
     """The work of an async wrapper, unless what it wraps are collectives: the sum, of the kind of the largest."""
-    works = [
-        work_of(module, inner, wrapped)
-        for inner in (module.computations[name] for name in instruction.called)
-        for wrapped in inner.instructions
-    ]
-    if not works:
-        return NOTHING
+    bodies = [module.computations[name] for name in instruction.called]
+    works = [work_of(module, body, wrapped) for body in bodies for wrapped in body.instructions] or [NOTHING]
     main = max(works, key=lambda work: (work.num_flops, work.num_bytes))
     return dataclasses.replace(
         main,

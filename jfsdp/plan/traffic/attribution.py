@@ -57,13 +57,14 @@ class Attribution:
 
     def __init__(self, layout: Layout, moves: Sequence[Move]):
         self.layout = layout
-        self.left: Counter[tuple[str, str, int]] = Counter()
+        self.remaining: Counter[tuple[str, str, int]] = Counter()
         self.by_shape: dict[tuple[Any, ...], list[Leaf]] = {}
+        self.unit_of = {"root": ROOT} | {unit.name: unit.name for unit in layout.units}  # by its name in a scope
         for leaf in layout.by_path.values():
             self._index(_WHOLE, leaf, 1)
         for move in moves:
             key = move.kind, _group_key(move.kind, move.group_size)
-            self.left[move.leaf.path, *key] += _elements(move)
+            self.remaining[move.leaf.path, *key] += int(move.times * math.prod(move.shape))
             self._index(key, move.leaf, move.pieces)
             self._index(_PIECES, move.leaf, move.pieces)
 
@@ -88,7 +89,7 @@ class Attribution:
         lost = 0.0
         names = split_names(item.op_name, len(item.parts))
         for shape, name in zip(item.parts, names, strict=True):
-            units = [self._unit(unit) for _, unit in find_scopes(name) if unit]
+            units = [self.unit_of.get(unit, unit) for _, unit in find_scopes(name) if unit]
             sent = item.count * wire_bytes(item.kind, shape.num_bytes, item.group_size)
             path = self._find(item, shape.dims, units, taken)
             if path is None:
@@ -96,13 +97,10 @@ class Attribution:
                 continue
             taken[path] += 1
             elements = float(item.count * shape.num_elements)
-            self.left[path, item.kind, _group_key(item.kind, item.group_size)] -= elements  # type: ignore[assignment]
+            self.remaining[path, item.kind, _group_key(item.kind, item.group_size)] -= elements  # type: ignore[assignment]
             unit = self.layout.by_path[path].unit if path else ROOT
             found.append(Part(item, path, unit, shape.dtype, elements, sent, name))
         return found, lost
-
-    def _unit(self, name: str) -> str:
-        return ROOT if name == "root" and all(unit.name != name for unit in self.layout.units) else name
 
     def _find(self, item: Collective, dims: tuple[int, ...], units: Sequence[str], taken: Counter[str]) -> str | None:
         """Return the leaf of one array, "" for a scalar; None: unknown."""
@@ -111,7 +109,7 @@ class Attribution:
             return None
         candidates = self._candidates(item, dims)
         if size <= SCALAR_ELEMENTS:
-            candidates = [leaf for leaf in candidates if self._left(leaf, item) > 0]
+            candidates = [leaf for leaf in candidates if self._remaining(leaf, item) > 0]
             if not candidates:
                 return ""
         return max(candidates, key=lambda leaf: self._fit(leaf, item, size, units, taken)).path if candidates else None
@@ -121,20 +119,16 @@ class Attribution:
     ) -> tuple[Any, ...]:
         """Rank a candidate: named by the scope and not yet in this collective, then by what theory still expects."""
         is_named = leaf.unit in units and not taken[leaf.path]
-        left = self._left(leaf, item)
-        # What is left of several leaves may be enough: the one of which this is all that is left.
-        return is_named, left > 0, -abs(left - item.count * size), bool(leaf.stacked) == item.in_loop
+        remaining = self._remaining(leaf, item)
+        # What remains of several leaves may be enough: the one of which this is all that remains.
+        return is_named, remaining > 0, -abs(remaining - item.count * size), bool(leaf.stacked) == item.in_loop
 
-    def _left(self, leaf: Leaf, item: Collective) -> float:
-        return self.left[leaf.path, item.kind, _group_key(item.kind, item.group_size)]
+    def _remaining(self, leaf: Leaf, item: Collective) -> float:
+        return self.remaining[leaf.path, item.kind, _group_key(item.kind, item.group_size)]
 
 
 def _group_key(kind: str, group_size: int) -> int:
     return 0 if kind == PERMUTE else group_size  # a permutation has pairs and no groups
-
-
-def _elements(move: Move) -> int:
-    return int(move.times * math.prod(move.shape))
 
 
 def _shapes(leaf: Leaf, pieces: int) -> Iterator[tuple[int, ...]]:

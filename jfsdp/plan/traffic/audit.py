@@ -134,20 +134,16 @@ def read_module(compiled: Any) -> Module:
     if isinstance(compiled, Module):
         return compiled
     text = compiled.as_text() if hasattr(compiled, "as_text") else compiled
-    if isinstance(text, Path) or (isinstance(text, str) and "\n" not in text and "HloModule" not in text):
-        return _read_file(Path(text))
-    if not isinstance(text, str):
+    if not isinstance(text, str | Path):
         raise TypeError(f"{type(compiled).__name__} is neither a compiled program, nor its text, nor a file's path")
-    return parse_module(text)
-
-
-def _read_file(path: Path) -> Module:
+    if isinstance(text, str) and ("\n" in text or "HloModule" in text):
+        return parse_module(text)
     try:
-        return parse_module(path.read_text())
+        return parse_module(Path(text).read_text())
     except OSError as error:
-        raise ValueError(f"{path}: no such file, and no HLO text either ({error.strerror})") from error
+        raise ValueError(f"{text}: no such file, and no HLO text either ({error.strerror})") from error
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{text}: {error}") from error
 
 
 def _check_devices(module: Module, layout: Layout) -> int:
