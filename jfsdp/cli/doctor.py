@@ -21,9 +21,8 @@ from jfsdp.trainer.options import Decimal, Location, optional
 from jfsdp.trainer.parse import read_mesh
 
 if TYPE_CHECKING:
-    from jfsdp.plan.cluster.doctor import Machine
+    from jfsdp.plan.cluster.doctor import Finding, Machine
     from jfsdp.plan.cluster.processes import Processes
-    from jfsdp.plan.cluster.settings import Finding
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,8 +77,8 @@ class Doctor(Options):
     def _examine(self, directory: Path, watch: Watch) -> Processes:
         import jax
 
+        from jfsdp.plan.cluster.doctor import check_settings
         from jfsdp.plan.cluster.processes import examine_processes
-        from jfsdp.plan.cluster.settings import check_settings
 
         with watch:
             try:

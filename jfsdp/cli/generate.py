@@ -58,7 +58,8 @@ class Generate(OpenOptions):
         if self.chat_template is not None and all(isinstance(prompt, str) for _, prompt, _ in prompts):
             raise ValueError("--chat-template is for messages, and the prompts are texts; add --chat, or leave it out")
         opened = self.open()
-        print(f"{opened.said}; answers end with {_words(opened)}", file=sys.stderr)
+        ends = (f"{opened.tokenizer.decode([one], special=True)!r} ({one})" for one in opened.stop)
+        print(f"{opened.said}; answers end with {' or '.join(ends)}", file=sys.stderr)
         ids = [self._encode(opened, *prompt) for prompt in prompts]
         generate = Generator(opened.model, opened.job, sampling, stop=opened.stop)
         sizes = {"longest": max(map(len, ids)), "rows": min(self.rows, len(ids))}  # so that all groups share a program
@@ -124,7 +125,3 @@ def _record(line: str, place: str) -> tuple[Any, Any]:
         if not prompt:
             raise ValueError(f"{place}: holds nothing but answers; write what is to be answered before them")
     return prompt, record.get("tools")
-
-
-def _words(opened: Any) -> str:
-    return " or ".join(f"{opened.tokenizer.decode([one], special=True)!r} ({one})" for one in opened.stop)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -65,7 +64,7 @@ class PlanJob(StepOptions):
     def run(self) -> int:
         from jfsdp.launch.runtime import without_plugin_chatter
         from jfsdp.plan.cluster.hardware import Cluster, find_gpu
-        from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
+        from jfsdp.plan.cluster.target import topology_devices
 
         gpu = find_gpu(self.gpu)
         gpu = dataclasses.replace(gpu, network_bandwidth=self.network * GB or gpu.network_bandwidth)
@@ -73,15 +72,8 @@ class PlanJob(StepOptions):
         self._check_options()
         if self.analytic:
             return self._estimate(cluster, reserve_bytes)
-        try:
-            with without_plugin_chatter():
-                topology_devices(cluster)
-        except PlanUnavailable as error:
-            if self.inference:
-                raise
-            print(f"jfsdp: {error}\nWhat can be said without it (--analytic):", file=sys.stderr)
-            self._estimate(cluster, reserve_bytes)
-            return 1
+        with without_plugin_chatter():
+            topology_devices(cluster)
         if self.inference:
             return self._inference(cluster, reserve_bytes)
         return (self._search if self.search else self._plan)(

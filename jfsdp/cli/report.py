@@ -12,7 +12,7 @@ from jfsdp.cli.console import make_console, make_table
 if TYPE_CHECKING:
     from jfsdp.plan.cluster.hardware import Cluster
     from jfsdp.plan.plan import Plan
-    from jfsdp.plan.search.candidates import Candidate, Search
+    from jfsdp.plan.search.search import Candidate, Search
 
 GB, GIB = 1e9, 2**30
 

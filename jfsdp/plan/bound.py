@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -95,6 +94,10 @@ def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None 
     spec = step.resolve(batch)
     layout, work = step.layout, work or rows_of(step, batch)
     moves = movements(layout, spec)
+    sizes_in_use = [  # of the leaves of one layer of each unit
+        [item_bytes(leaf.stage("use").dtype) * math.prod(leaf.cut_shape[leaf.stacked :]) for leaf in leaves]
+        for leaves in ([layout.by_path[path] for path in unit.leaves] for unit in layout.units)
+    ]
     sizes = dict(layout.mesh_sizes)
     devices = np.arange(cluster.num_devices).reshape([sizes.get(axis, 1) for axis in OUTER_FIRST])
     wire_s = 0.0
@@ -106,7 +109,7 @@ def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None 
     return Bound(
         layout=layout,
         state=account(step.abstract_state()),
-        unit_bytes=max((_unit_bytes(layout, unit.leaves) for unit in layout.units), default=0),
+        unit_bytes=max(map(sum, sizes_in_use), default=0),
         compute_s=flops * items / cluster.gpu.peak_flops(work.dtype),
         wire_bytes=sum(move.wire_bytes for move in moves),
         wire_s=wire_s,
@@ -148,9 +151,3 @@ def _passes_per_microbatch(step: TrainStep, work: Work) -> float:
     leaves = [leaf for leaf in layout.leaves if len(leaf.shape) - leaf.stacked > 1]
     share = num_parameters([leaf for leaf in leaves if leaf.is_staged]) / num_parameters(leaves)
     return 1 + share * (min(passes.forward, passes.backward) / (passes.repeats * step.spec.accumulate) - 1)
-
-
-def _unit_bytes(layout: Layout, paths: Iterable[str]) -> int:
-    """Return the bytes of one layer of a unit, whole and in use."""
-    leaves = [layout.by_path[path] for path in paths]
-    return sum(item_bytes(leaf.stage("use").dtype) * math.prod(leaf.cut_shape[leaf.stacked :]) for leaf in leaves)

@@ -13,7 +13,7 @@ from jfsdp.cli.report import print_search
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.jobs import plan_job
 from jfsdp.plan.plan import EagerComputation
-from jfsdp.plan.search.candidates import Candidate, Outcome, Search
+from jfsdp.plan.search.search import Candidate, Outcome, Search
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.parse import read_fields
 from tests.refusals import refuses

@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 import jfsdp
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import parse_module
-from jfsdp.plan.traffic.axes import group_axes
+from jfsdp.plan.traffic.attribution import group_axes
 from tests import reference, states
 from tests.engine import test_tensor
 from tests.engine.test_parity import LEARNING_RATE, LIMITS

@@ -18,7 +18,7 @@ import jfsdp
 from jfsdp.layout.lint import LayoutWarning
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import parse_module
-from jfsdp.plan.traffic.axes import group_axes
+from jfsdp.plan.traffic.attribution import group_axes
 from tests import models_published, reference
 from tests.engine import test_parity
 from tests.engine.test_parity import LEARNING_RATE, LIMITS, TX

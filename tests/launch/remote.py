@@ -135,8 +135,8 @@ def evaluate(is_same: bool):
 
 def examine(directory: str, is_shared: bool):
     """Return what `jfsdp doctor --processes` finds; with nothing shared each process has a directory of its own."""
+    from jfsdp.plan.cluster.doctor import check_settings
     from jfsdp.plan.cluster.processes import examine_processes
-    from jfsdp.plan.cluster.settings import check_settings
 
     own = Path(directory) / ("all" if is_shared else str(jax.process_index()))
     own.mkdir(exist_ok=True)

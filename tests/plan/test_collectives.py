@@ -5,7 +5,7 @@ import pytest
 from jfsdp.engine.movements import wire_bytes
 from jfsdp.plan.hlo import parse as plan_hlo
 from jfsdp.plan.hlo.collectives import find_collectives
-from jfsdp.plan.hlo.device_groups import read_groups
+from jfsdp.plan.hlo.device_groups import read_group
 
 EIGHT = "replica_groups=mesh['fsdp'=8] {'fsdp'}"
 
@@ -64,7 +64,7 @@ GATHERS = {
 def test_every_form_of_one_gather_moves_the_same_bytes(form):
     lines, before = GATHERS[form]
     found = only(*lines, before=before)
-    assert (found.kind, found.dtype, found.group_size, found.num_groups) == ("all-gather", "bf16", 8, 1)
+    assert (found.kind, found.dtype, found.group_size) == ("all-gather", "bf16", 8)
     assert [part.dims for part in found.parts] == [(64, 4)]
     assert found.wire_bytes == found.total_bytes == 64 * 4 * 2 * 7 / 8
     assert (found.start, found.done) == (1, len(lines)), "from its first to its last line"
@@ -103,7 +103,7 @@ def test_a_permute_sends_all_of_it_among_those_its_pairs_join():
         "%p = (bf16[8,4]{1,0}, bf16[8,4]{1,0}, u32[], u32[]) collective-permute-start(%x), "
         "source_target_pairs={{0,2},{2,4},{4,0},{1,3},{3,1}}"
     )
-    assert (found.kind, found.group, found.num_groups, found.wire_bytes) == ("collective-permute", (0, 2, 4), 2, 64)
+    assert (found.kind, found.group, found.wire_bytes) == ("collective-permute", (0, 2, 4), 64)
 
 
 def test_a_start_marked_synchronous_is_synchronous():
@@ -154,35 +154,33 @@ def test_loops_multiply_and_are_marked():
 
 
 @pytest.mark.parametrize(
-    ("text", "first", "num_groups"),
+    ("text", "first"),
     [
-        ("replica_groups={}", (0, 1, 2, 3, 4, 5, 6, 7), 1),
-        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", (0, 4), 4),
-        ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3), 2),
-        ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4), 4),
-        ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5), 2),
-        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3), 2),
-        ("replica_groups=mesh['a'=2,'b'=4] {'a'}", (0, 4), 4),
-        ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", (0, 1, 2, 3, 4, 5, 6, 7), 1),
-        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}", (0, 4, 1, 5), 2),
-        ("replica_groups=mesh['a.b'=8] {'a.b':(2)4}", (0, 1, 2, 3), 2),
-        ("replica_groups=mesh['a'=8] {'a':(1)2}", (0, 4), 4),
-        ("replica_groups=mesh['a'=8] {'a':(2)2}", (0, 2), 4),
-        ("replica_groups=mesh['a'=2,'b'=4] {'a','b':(1)2}", (0, 2, 4, 6), 2),
-        ("replica_groups=mesh['a'=2,'b'=1,'c'=4], device_ids=([4,2]T(1,0)) {'a'}", (0, 1), 4),
-        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}", (0, 2), 2),
-        ("replica_groups=mesh['a'=2,'b'=4] {}", (0,), 8),
+        ("replica_groups={}", (0, 1, 2, 3, 4, 5, 6, 7)),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", (0, 4)),
+        ("replica_groups=[2,4]<=[8]", (0, 1, 2, 3)),
+        ("replica_groups=[4,2]<=[2,4]T(1,0)", (0, 4)),
+        ("replica_groups=[2,4]<=[2,2,2]T(1,0,2)", (0, 1, 4, 5)),
+        ("replica_groups=mesh['a'=2,'b'=4] {'b'}", (0, 1, 2, 3)),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a'}", (0, 4)),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b'}", (0, 1, 2, 3, 4, 5, 6, 7)),
+        ("replica_groups=mesh['a'=2,'b'=2,'c'=2] {'c','a'}", (0, 4, 1, 5)),
+        ("replica_groups=mesh['a.b'=8] {'a.b':(2)4}", (0, 1, 2, 3)),
+        ("replica_groups=mesh['a'=8] {'a':(1)2}", (0, 4)),
+        ("replica_groups=mesh['a'=8] {'a':(2)2}", (0, 2)),
+        ("replica_groups=mesh['a'=2,'b'=4] {'a','b':(1)2}", (0, 2, 4, 6)),
+        ("replica_groups=mesh['a'=2,'b'=1,'c'=4], device_ids=([4,2]T(1,0)) {'a'}", (0, 1)),
+        ("replica_groups=mesh['a'=2,'b'=2], device_ids=(0,2,1,3) {'b'}", (0, 2)),
+        ("replica_groups=mesh['a'=2,'b'=4] {}", (0,)),
     ],
 )
-def test_groups_are_read_in_every_printed_form(text, first, num_groups):
-    groups = read_groups(f"channel_id=1, {text}, dimensions={{0}}", 8)
-    assert (groups.first, groups.num_groups) == (first, num_groups)
-    assert groups.size == len(first)
+def test_groups_are_read_in_every_printed_form(text, first):
+    assert read_group(f"channel_id=1, {text}, dimensions={{0}}", 8) == first
 
 
 def test_groups_in_an_unknown_form_are_an_error():
     with pytest.raises(ValueError, match="unknown form"):
-        read_groups("replica_groups=<8 of them>", 8)
+        read_group("replica_groups=<8 of them>", 8)
 
 
 @pytest.mark.parametrize("size", [2, 8, 24, 1024])

@@ -13,12 +13,13 @@ from jfsdp.plan.cluster.doctor import (
     SHOWN,
     Machine,
     Probe,
+    Severity,
+    check_settings,
     diagnose,
     inspect_machine,
     probe_jax,
     report_to_dict,
 )
-from jfsdp.plan.cluster.settings import Severity, check_settings
 
 VERSIONS = dict.fromkeys(SHOWN) | {
     "jfsdp": "0.2.0",

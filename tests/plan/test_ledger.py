@@ -11,7 +11,7 @@ from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.plan.hlo.collectives import Collective, find_collectives
 from jfsdp.plan.hlo.op_names import split_names
 from jfsdp.plan.hlo.parse import Shape, parse_module
-from jfsdp.plan.traffic.axes import group_axes
+from jfsdp.plan.traffic.attribution import group_axes
 from jfsdp.plan.traffic.ledger import make_ledger
 from tests.plan import programs
 from tests.sharding import fully_shard
@@ -115,7 +115,7 @@ def layout(strategy="full_shard", mesh=(("fsdp", 8),), **options):
 def collective(kind, *shapes, dtype="bf16", op_name="", count=1, group=tuple(range(8))):
     parts = tuple(Shape(dtype, shape) for shape in shapes)
     size = sum(wire_bytes(kind, part.num_bytes, len(group)) for part in parts)
-    return Collective(kind, f"{kind}.1", parts, dtype, group, 1, count, {dtype: size}, "main", 0, 1, False, op_name)
+    return Collective(kind, f"{kind}.1", parts, dtype, group, count, {dtype: size}, "main", 0, 1, False, op_name)
 
 
 UP, QUERY, EMBEDDING = (1024, 2048), (1024, 1024), (4096, 1024)

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec
 import jfsdp
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import parse_module
+from jfsdp.plan.traffic.attribution import is_own
 from jfsdp.plan.traffic.audit import audit
-from jfsdp.plan.traffic.axes import is_own
 from jfsdp.plan.traffic.checks import excess_elements
 from jfsdp.plan.traffic.ledger import OWN, make_ledger
 from jfsdp.testing import assert_collectives

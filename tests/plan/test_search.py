@@ -20,8 +20,7 @@ from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 from jfsdp.plan.jobs import bound_job, mesh_sizes, shard_planned
 from jfsdp.plan.plan import make_plan
 from jfsdp.plan.search import space as spaces
-from jfsdp.plan.search.candidates import Outcome, pareto_front
-from jfsdp.plan.search.search import SearchSpace, search_job
+from jfsdp.plan.search.search import Outcome, SearchSpace, pareto_front, search_job
 from jfsdp.plan.search.space import placements, tensors, value_names, xla_choices
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.options import StepOptions

@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.launch.hosts import gather_json, hosts
 from jfsdp.layout.mesh import make_mesh
-from jfsdp.plan.cluster.settings import Finding, Severity
+from jfsdp.plan.cluster.doctor import Finding, Severity
 
 _ELEMENTS = 4 << 20  # float32 that each device has after an all-gather
 _ROUNDS = 5

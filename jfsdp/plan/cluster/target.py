@@ -119,7 +119,7 @@ def require_gpu_compiler(version: Callable[[str], str | None] | None = None) -> 
     exact = " ".join(f"'{name}=={jaxlib}'" for name in needed)
     raise PlanUnavailable(
         f"compiling for GPUs that are not there needs JAX's CUDA plugin in the version of jaxlib, {jaxlib}; "
-        f"found {has}; pip install {exact} nvidia-cudnn-cu{cuda}"
+        f"found {has}; `jfsdp plan --analytic` needs none; pip install {exact} nvidia-cudnn-cu{cuda}"
     )
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from jfsdp.engine.movements import wire_bytes
 from jfsdp.layout.mesh import outer_first
-from jfsdp.plan.hlo.device_groups import read_groups
+from jfsdp.plan.hlo.device_groups import read_group
 from jfsdp.plan.hlo.parse import Computation, Instruction, Module, Shape
 from jfsdp.plan.hlo.trip_counts import Execution, executions
 
@@ -46,7 +46,7 @@ class Collective:
       computation: the computation in whose schedule it stands.
       start, done: its places there; equal when it is synchronous, so that nothing can run beside it.
       in_loop: whether it stands in the body of a loop.
-      op_name, source, stack: as of an instruction.
+      op_name, source: as of an instruction.
     """
 
     kind: str
@@ -54,7 +54,6 @@ class Collective:
     parts: tuple[Shape, ...]
     dtype: str
     group: tuple[int, ...]
-    num_groups: int
     count: int
     wire_by_dtype: Mapping[str, float]
     computation: str
@@ -63,7 +62,6 @@ class Collective:
     in_loop: bool
     op_name: str = ""
     source: str = ""
-    stack: tuple[str, ...] = ()
 
     @property
     def group_size(self) -> int:
@@ -151,19 +149,18 @@ def _collective(
 ) -> Collective:
     kind = collective_kind(instruction)
     assert kind is not None
-    groups = read_groups(instruction.attributes.partition("metadata={")[0], num_devices)
+    group = read_group(instruction.attributes.partition("metadata={")[0], num_devices)
     is_alone = outer is instruction or sum(1 for found in place.instructions if collective_kind(found)) == 1
     parts = _parts(module, kind, place, instruction)
     by_dtype: dict[str, float] = dict.fromkeys((part.dtype for part in parts), 0.0)
     for part in parts:
-        by_dtype[part.dtype] += wire_bytes(kind, part.num_bytes, groups.size)
+        by_dtype[part.dtype] += wire_bytes(kind, part.num_bytes, len(group))
     return Collective(
         kind=kind,
         name=outer.name if is_alone else f"{outer.name}/{instruction.name}",
         parts=parts,
         dtype=max(parts, key=lambda part: part.num_bytes).dtype,
-        group=groups.first,
-        num_groups=groups.num_groups,
+        group=group,
         count=execution.times,
         wire_by_dtype=by_dtype,
         computation=execution.computation.name,
@@ -172,7 +169,6 @@ def _collective(
         in_loop=execution.in_loop,
         op_name=instruction.op_name or outer.op_name,
         source=instruction.source or outer.source,
-        stack=instruction.stack or outer.stack,
     )
 
 

@@ -1,23 +1,9 @@
 """Read which devices of a collective talk to each other, in every form in which XLA prints it."""
 
-import dataclasses
 import functools
 import itertools
 import math
 import re
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Groups:
-    """The first group of devices, in the order of the group, and how many such groups there are."""
-
-    first: tuple[int, ...]
-    num_groups: int
-
-    @property
-    def size(self) -> int:
-        return len(self.first)
-
 
 _LISTS = re.compile(r"replica_groups=\{((?:\{[\d,]*\},?)*)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -27,12 +13,12 @@ _IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 @functools.lru_cache(maxsize=256)
-def read_groups(attributes: str, num_devices: int) -> Groups:
-    """Read the groups out of a collective's attributes.
+def read_group(attributes: str, num_devices: int) -> tuple[int, ...]:
+    """Read the first group of devices out of a collective's attributes, in the order of the group.
 
     Forms: `{{0,1},{2,3}}`, `{}` (all devices), `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`, the same
     with `device_ids=([4,2]T(1,0))` or `device_ids=(0,2,1,3)`, parts of an axis as `'b':(2)2` (the 2 before it taken
-    off, 2 of what is left), and `source_target_pairs={{0,1},{1,2}}`, where a group is all that the pairs join.
+    off, 2 of what remains), and `source_target_pairs={{0,1},{1,2}}`, where the largest group that pairs join is read.
 
     Raises:
       ValueError: for groups in another form; names the text.
@@ -40,14 +26,14 @@ def read_groups(attributes: str, num_devices: int) -> Groups:
     if pairs := _PAIRS.search(attributes):
         return _joined([_numbers(pair) for pair in re.findall(r"\{(\d+,\d+)\}", pairs[1])])
     if lists := _LISTS.search(attributes):
-        groups = [_numbers(group) for group in re.findall(r"\{([\d,]*)\}", lists[1])]
-        return Groups(groups[0], len(groups)) if groups else Groups(tuple(range(num_devices)), 1)
+        first = re.search(r"\{([\d,]*)\}", lists[1])
+        return _numbers(first[1]) if first else tuple(range(num_devices))
     if iota := _IOTA.search(attributes):
-        return Groups(_iota(iota[3], iota[4])[: int(iota[2])], int(iota[1]))
+        return _iota(iota[3], iota[4])[: int(iota[2])]
     if mesh := _MESH.search(attributes):
         return _of_mesh(mesh[1], mesh[2], mesh[3])
     if "replica_groups=" not in attributes:
-        return Groups(tuple(range(num_devices)), 1)
+        return tuple(range(num_devices))
     text = attributes[attributes.index("replica_groups=") :][:120]
     raise ValueError(f"groups of a collective in an unknown form: {text!r}; is the HLO of another version?")
 
@@ -65,7 +51,7 @@ def _iota(dims: str, permutation: str | None) -> tuple[int, ...]:
     return tuple(sum(place) for place in places)
 
 
-def _of_mesh(axes: str, device_ids: str | None, grouped: str) -> Groups:
+def _of_mesh(axes: str, device_ids: str | None, grouped: str) -> tuple[int, ...]:
     """Vary the grouped axes, the first slowest, and keep the others at zero."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     names = list(sizes)
@@ -78,15 +64,13 @@ def _of_mesh(axes: str, device_ids: str | None, grouped: str) -> Groups:
     places = [sum(place) for place in itertools.product(*ranges)]
     found = _IDS.fullmatch(device_ids or "")
     ids = _iota(found[1], found[2]) if found else _numbers(device_ids or "")  # none: devices stand as counted
-    first = tuple(ids[place] for place in places) if ids else tuple(places)
-    return Groups(first, math.prod(sizes.values()) // len(first))
+    return tuple(ids[place] for place in places) if ids else tuple(places)
 
 
-def _joined(pairs: list[tuple[int, ...]]) -> Groups:
+def _joined(pairs: list[tuple[int, ...]]) -> tuple[int, ...]:
     groups: list[dict[int, None]] = []
     for pair in pairs:
         touched = [group for group in groups if any(device in group for device in pair)]
         merged = {device: None for group in touched for device in group} | dict.fromkeys(pair)
         groups = [group for group in groups if group not in touched] + [merged]
-    first = max(groups, key=len, default={})  # a device that keeps what it has is a group of one
-    return Groups(tuple(first), len(groups))
+    return tuple(max(groups, key=len, default={}))  # a device that keeps what it has is a group of one

@@ -37,17 +37,17 @@ def find_held(layout: Layout, module: Module, parts: Sequence[Part]) -> list[Hel
     Two ways are known: a loop over layers writes what it gathers into a stack of all layers, and a gather before the
     backward has a reader in it. A unit that is gathered ahead of its use is neither.
     """
-    resharded = {leaf.path: leaf for leaf in layout.by_path.values() if _is_resharded(layout, leaf)}
+    resharded = {
+        leaf.path: leaf
+        for leaf in layout.by_path.values()
+        if leaf.dim is not None and layout.num_shards(leaf.stage(leaf.source).axes) > 1
+        if layout.policy(leaf.unit).reshard_after_forward is not False
+    }
     stacked = [leaf for leaf in resharded.values() if leaf.stacked]
     loops = [instruction for _, instruction, _ in walk(module) if instruction.opcode == "while"]
     found = [held for loop in loops for held in _stacks(module, loop, stacked)]
     found += _read_backward(module, resharded, parts)
     return list({held.leaf.path: held for held in found}.values())
-
-
-def _is_resharded(layout: Layout, leaf: Leaf) -> bool:
-    is_split = leaf.dim is not None and layout.num_shards(leaf.stage(leaf.source).axes) > 1
-    return is_split and layout.policy(leaf.unit).reshard_after_forward is not False
 
 
 def _stacks(module: Module, loop: Instruction, leaves: Sequence[Leaf]) -> Iterator[Held]:

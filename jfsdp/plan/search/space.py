@@ -122,19 +122,15 @@ def tensors(options: StepOptions, given: StepOptions, cluster: Cluster, space: S
     """
     both = dataclasses.replace(space, strategies=tuple(dict.fromkeys((_way_of(options), _way_of(given)))))
     sizes = mesh_sizes(options.mesh, cluster.num_devices)
-    for size in _tensor_sizes(given, cluster) if space.tensor_sizes is None else space.tensor_sizes:
+    job, is_open = find_planned_job(given), "tensor" not in dict(given.mesh) and -1 in dict(given.mesh).values()
+    has_cuts = bool(job.placements) or job.axis_rules is not None
+    usual = _divisors(cluster.gpus_per_node) if has_cuts and is_open else []
+    for size in usual if space.tensor_sizes is None else space.tensor_sizes:
         rows, rest = divmod(options.batch_per_device * size, sizes.get("tensor", 1))
         if not rest:
             stages = {PIPE: sizes[PIPE]} if sizes.get(PIPE, 1) > 1 else {}
             mesh = tuple(({"fsdp": -1} | stages | {"tensor": size}).items())
             yield from placements(dataclasses.replace(options, mesh=mesh, batch_per_device=rows), cluster, both)
-
-
-def _tensor_sizes(given: StepOptions, cluster: Cluster) -> list[int]:
-    job, sizes = find_planned_job(given), dict(given.mesh)
-    has_cuts = bool(job.placements) or job.axis_rules is not None
-    is_open = "tensor" not in sizes and -1 in sizes.values()
-    return _divisors(cluster.gpus_per_node) if has_cuts and is_open else []
 
 
 def programs(options: StepOptions, space: SearchSpace) -> Iterator[StepOptions]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from jfsdp.extras import load
 from jfsdp.layout.mesh import MODEL_AXES
-from jfsdp.plan.traffic.axes import group_axes, is_own
+from jfsdp.plan.traffic.attribution import group_axes, is_own
 
 if TYPE_CHECKING:
     from jfsdp.plan.plan import Plan

@@ -20,6 +20,7 @@ from typing import Any
 from jfsdp.engine.movements import GATHER, REDUCE, SCATTER, Move, wire_bytes
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf, cut_sizes
+from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import PERMUTE, Collective
 from jfsdp.plan.hlo.op_names import find_scopes, split_names
@@ -140,3 +141,29 @@ def _shapes(leaf: Leaf, pieces: int) -> Iterator[tuple[int, ...]]:
 
 def _dims(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(sorted(dim for dim in shape if dim != 1))  # XLA transposes, and adds and drops dims of size 1
+
+
+def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
+    """Return the mesh axes along which the devices of a group differ; () if a group is no block of the mesh.
+
+    Devices are numbered from the mesh's outermost axis to its innermost, which counts fastest. An axis that a group
+    spans only in part counts.
+    """
+    places: list[list[int]] = []
+    rest, sizes = list(group), [(axis, dict(layout.mesh_sizes).get(axis, 1)) for axis in OUTER_FIRST]
+    for _, size in reversed(sizes):
+        places.append([device % size for device in rest])
+        rest = [device // size for device in rest]
+    names = [name for name, _ in sizes]
+    spans = {name: len(set(place)) for name, place in zip(names, reversed(places), strict=True)}
+    axes = tuple(name for name in names if spans[name] > 1)
+    return axes if math.prod(spans.values()) == len(set(group)) else ()
+
+
+def is_own(layout: Layout, item: Collective) -> bool:
+    """Tell whether a collective runs over the axes alone that the model itself is split over.
+
+    No strategy moves anything there: it is what the model's own shardings cost; see activations.py.
+    """
+    axes = group_axes(layout, item.group)
+    return bool(axes) and set(axes) <= set(MODEL_AXES)

@@ -17,7 +17,7 @@ from jfsdp.plan.hlo.collectives import SCALARS_BYTES, find_collectives
 from jfsdp.plan.hlo.op_names import find_argument
 from jfsdp.plan.hlo.parse import Instruction, Module, parse_module
 from jfsdp.plan.time.timeline import overlapped_share
-from jfsdp.plan.traffic.axes import is_own
+from jfsdp.plan.traffic.attribution import is_own
 from jfsdp.plan.traffic.checks import Check, Finding, gb
 from jfsdp.plan.traffic.ledger import OWN, Ledger, make_ledger, one_microbatch
 from jfsdp.train.step.step import Trace
@@ -169,10 +169,12 @@ def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Inst
 def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterator[str]:
     if ledger.own_bytes:
         axes = dict.fromkeys(axis for row in ledger.rows if row.what == OWN for axis in row.axes)
-        yield (
-            f"{gb(ledger.own_bytes)} more on the wire are the model's own, over {', '.join(axes)}: "
-            f"{_own_theory(ledger)}"
-        )
+        theory = "theory is silent of them without the step's trace (trace=)"
+        if own := ledger.own_theory:
+            theory = f"{gb(ledger.own_bytes_theory)} by theory (ratio {ledger.own_ratio:.4f})"
+            unread = ", ".join(own.unread)
+            theory += f", which does not know what {unread} does with a dim that is split" if unread else ""
+        yield f"{gb(ledger.own_bytes)} more on the wire are the model's own, over {', '.join(axes)}: {theory}"
     if not arguments:
         yield (
             "no argument of the program is named as a part of a TrainState, so that replicated parameters and "
@@ -183,15 +185,6 @@ def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterat
             f"{1 - ledger.wire_ratio:.1%} fewer bytes than theory: XLA leaves out gathers that no derivative reads, "
             "and may sum microbatches before it reduces them"
         )
-
-
-def _own_theory(ledger: Ledger) -> str:
-    if ledger.own_theory is None:
-        return "theory is silent of them without the step's trace (trace=)"
-    theory = f"{gb(ledger.own_bytes_theory)} by theory (ratio {ledger.own_ratio:.4f})"
-    if not ledger.own_theory.unread:
-        return theory
-    return f"{theory}, which does not know what {', '.join(ledger.own_theory.unread)} does with a dim that is split"
 
 
 def _doubts(findings: Iterable[Finding], layout: Layout) -> Iterator[str]:

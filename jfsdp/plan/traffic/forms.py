@@ -101,7 +101,9 @@ class Axis:
             return
         for atom in eqn.invars:
             if isinstance(self.read(atom), Sum):
-                self.turn(atom, self._common(eqn) if atom.aval.shape else None, eqn)
+                # Element by element, a sum is split along the dim along which what it meets is split.
+                forms = (self.read(other) for other in eqn.invars) if keeps_sums(eqn) and atom.aval.shape else ()
+                self.turn(atom, next((form for form in forms if isinstance(form, int)), None), eqn)
         goes = self._agreed(eqn)
         for place, out in enumerate(eqn.outvars):
             self.give(out, next((each[place] for each in goes if each[place] is not None), None))
@@ -126,11 +128,6 @@ class Axis:
         out = first if has_parts else Sum(first.var, of=first, has_parts=False)
         self.forms.update(dict.fromkeys(eqn.outvars, out))
         return True
-
-    def _common(self, eqn: Any) -> int | None:
-        """Return the dim along which a sum is split that meets split values, element by element."""
-        forms = [self.read(atom) for atom in eqn.invars]
-        return next((form for form in forms if isinstance(form, int)), None) if keeps_sums(eqn) else None
 
     def _agreed(self, eqn: Any) -> list[list[Any]]:
         """Return where split dims go, once the operands that stand against it are whole, the smaller ones first."""

@@ -23,8 +23,7 @@ from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import PERMUTE, SCALARS_BYTES, Collective
 from jfsdp.plan.hlo.parse import hlo_dtype
 from jfsdp.plan.traffic.activations import Activations, find_activations
-from jfsdp.plan.traffic.attribution import Attribution, Part
-from jfsdp.plan.traffic.axes import group_axes, is_own
+from jfsdp.plan.traffic.attribution import Attribution, Part, group_axes, is_own
 from jfsdp.train.step.step import Trace
 
 OWN = "the model's own"
