@@ -115,9 +115,11 @@ def main(args: Sequence[str] | None = None) -> int:
         if _is_full(error):
             told = str(error).partition("\n")[0]
             error = ValueError(f"the memory does not suffice for what was asked ({told}); ask for less at a time")
-        is_refused = traceback.extract_tb(error.__traceback__)[-1].filename == arguments.__file__
-        if isinstance(error, TypeError) and not is_refused:  # of an argument, such as a field of a user's job
-            raise
+        if (
+            isinstance(error, TypeError)
+            and traceback.extract_tb(error.__traceback__)[-1].filename != arguments.__file__
+        ):
+            raise  # it is not the type of an argument that was refused, such as a field of a user's job
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
         print(

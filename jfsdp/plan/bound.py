@@ -94,7 +94,7 @@ def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None 
     spec = step.resolve(batch)
     layout, work = step.layout, work or rows_of(step, batch)
     moves = movements(layout, spec)
-    sizes_in_use = [  # of the leaves of one layer of each unit
+    sizes_in_use = [  # bytes of the leaves of one layer, by unit
         [item_bytes(leaf.stage("use").dtype) * math.prod(leaf.cut_shape[leaf.stacked :]) for leaf in leaves]
         for leaves in ([layout.by_path[path] for path in unit.leaves] for unit in layout.units)
     ]

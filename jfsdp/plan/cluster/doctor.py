@@ -279,7 +279,7 @@ def _has_infiniband() -> bool:
 
 _ON, _OFF = "|1|true|yes|on", "0|false|no|off"
 
-# What a value does, by the name of a flag or variable: values that match, in lower case, and their effect.
+# Harmful values by the name of a flag or variable: a pattern in lower case, and the effect.
 _FLAGS = {
     "xla_gpu_enable_latency_hiding_scheduler": (_OFF, "no collective overlaps with compute"),
     "xla_gpu_disable_async_collectives": (".*all.*", "collectives wait for compute and compute for them"),

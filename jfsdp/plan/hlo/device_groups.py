@@ -63,7 +63,7 @@ def _of_mesh(axes: str, device_ids: str | None, grouped: str) -> tuple[int, ...]
         ranges.append(range(0, size * stride, stride))
     places = [sum(place) for place in itertools.product(*ranges)]
     found = _IDS.fullmatch(device_ids or "")
-    ids = _iota(found[1], found[2]) if found else _numbers(device_ids or "")  # none: devices stand as counted
+    ids = _iota(found[1], found[2]) if found else _numbers(device_ids or "")  # none: in the order of the mesh
     return tuple(ids[place] for place in places) if ids else tuple(places)
 
 

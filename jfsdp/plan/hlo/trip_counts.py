@@ -26,7 +26,7 @@ def trip_count(loop: Instruction) -> int:
     """
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known is None:
-        raise ValueError(f"{loop.name}: XLA does not say how often it runs; use a loop of fixed length")
+        raise ValueError(f"{loop.name}: XLA does not state how often it runs; use a loop of fixed length")
     return int(known[1])
 
 

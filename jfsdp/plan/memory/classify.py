@@ -138,7 +138,7 @@ class Judge:
         return later[0], (1, *value.index)
 
     def moment(self, name: str) -> str:
-        """Say in which part of the step an instruction stands, and at which line of the user's program."""
+        """Name the part of the step that an instruction belongs to, and the line of the user's program."""
         instruction = self.flow.by_name.get(name)
         if instruction is None:
             return ""

@@ -3,7 +3,7 @@
 [Note: what theory counts]
 The list of movements (engine/movements.py), in bytes that each device sends per step, in the dtype of the wire, padding
 included and shown apart. Assumed: the backward of a resharded unit gathers all of its leaves again (XLA drops a gather
-that no derivative reads, such as that of an embedding's table). Not derivable from a layout, and so not counted: what
+that no derivative reads, such as the table of an embedding). Not derivable from a layout, and so not counted: what
 an optimizer moves when its update mixes the elements of a leaf (Muon, factored moments), and activations, of which the
 step's trace says more (activations.py).
 """
