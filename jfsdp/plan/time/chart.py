@@ -15,7 +15,6 @@ from jfsdp.plan.traffic.attribution import group_axes, is_own
 
 if TYPE_CHECKING:
     from jfsdp.plan.plan import Plan
-    from jfsdp.plan.time.pipeline import Pipeline
     from jfsdp.plan.time.timeline import Event, Timeline
     from jfsdp.plan.traffic.ledger import Ledger
 
@@ -29,10 +28,6 @@ COLORS = {
     "reduce-scatter": "tab:orange",
     "all-reduce": "tab:purple",
     "host": "tab:olive",
-    "forward": "cornflowerblue",
-    "backward": "mediumseagreen",
-    "shared": "gold",
-    "idle": "mistyrose",
 }
 ENDINGS = (".png", ".svg")
 _LANES = ("compute", "wire", *MODEL_AXES, "host")
@@ -97,18 +92,15 @@ def plot_timeline(plan: Plan, path: str | Path) -> None:
         raise ValueError(f"{path}: a plot is a {' or a '.join(ENDINGS)}; rename it")
     collectives = (timed.collective for timed in plan.timeline.collectives)
     own = {one.name: group_axes(plan.layout, one.group)[0] for one in collectives if is_own(plan.layout, one)}
-    draw_timeline(plan.timeline, collective_units(plan.ledger), own, plan.pipeline).savefig(path)
+    draw_timeline(plan.timeline, collective_units(plan.ledger), own).savefig(path)
 
 
-def draw_timeline(
-    timeline: Timeline, units: Mapping[str, str], own: Mapping[str, str] = _NONE, pipeline: Pipeline | None = None
-) -> Any:
-    """Return a figure with a panel for the step and for each loop, and in each a lane for every stream in use; of a
-    pipeline first a panel with a lane for every stage.
+def draw_timeline(timeline: Timeline, units: Mapping[str, str], own: Mapping[str, str] = _NONE) -> Any:
+    """Return a figure with a panel for the step and for each loop, and in each a lane for every stream in use.
 
     Args:
       units: the units of collectives, which stand in the bars that have room.
-      own: by collective that the model's own shardings cost the axis, `tensor` or `pipe`, which has a lane beside the
+      own: by collective that the model's own shardings cost the axis, `tensor` or `pipe`, which has a lane next to the
         other collectives, though the clock runs all on one stream.
     """
     moved = [
@@ -116,13 +108,11 @@ def draw_timeline(
         for event in timeline.events
     ]
     panels = find_panels(dataclasses.replace(timeline, events=tuple(moved)))
-    num_lanes = ([pipeline.stages] if pipeline else []) + [len(panel.lanes) for panel in panels]
+    num_lanes = [len(panel.lanes) for panel in panels]
     size = _WIDTH, 0.6 + 0.75 * len(num_lanes) + 0.3 * sum(num_lanes)
     figure = load("matplotlib.figure").Figure(figsize=size, dpi=120, layout="constrained")  # needs no display
     rows = figure.subplots(len(num_lanes), squeeze=False, height_ratios=num_lanes)[:, 0]
-    if pipeline:
-        _draw_stages(rows[0], pipeline)
-    for axes, panel in zip(rows[bool(pipeline) :], panels, strict=True):
+    for axes, panel in zip(rows, panels, strict=True):
         _draw_panel(axes, panel, units, {panel.computation: panel for panel in panels})
     rows[-1].set_xlabel("ms")
     shown = {bars.get_label(): bars for axes in rows for bars in axes.collections}
@@ -130,20 +120,6 @@ def draw_timeline(
     columns = min(len(handles), _LEGEND)
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
     return figure
-
-
-def _draw_stages(axes: Any, pipeline: Pipeline) -> None:
-    end_s = pipeline.step_s
-    for bar in pipeline.bars():
-        span, lane = (bar.begin_s * 1e3, (bar.end_s - bar.begin_s) * 1e3), pipeline.stages - bar.stage
-        axes.broken_barh([span], (lane - 0.4, 0.8), label=bar.kind, facecolor=COLORS[bar.kind], edgecolor="white")
-        if bar.kind != "idle" and 2 * _LETTER * end_s * 1e3 < span[1]:
-            axes.text(span[0] + span[1] / 2, lane, str(bar.microbatch), ha="center", va="center", fontsize="x-small")
-    axes.set_yticks(range(pipeline.stages, 0, -1), [f"stage {stage}" for stage in range(pipeline.stages)])
-    axes.set(xlim=(0, end_s * 1e3), ylim=(0.5, pipeline.stages + 0.5))
-    axes.spines[["top", "right"]].set_visible(False)
-    idle = f"{pipeline.bubble_share:.1%} of the step idle"
-    axes.set_title(f"{pipeline.name}: microbatches by stage; {idle}", loc="left", fontsize="medium")
 
 
 def _draw_panel(axes: Any, panel: Panel, units: Mapping[str, str], panels: Mapping[str, Panel]) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from jfsdp.engine.pipeline.schedule import IDLE, Schedule, lay_out
 from jfsdp.plan.hlo.parse import Module
@@ -20,17 +19,6 @@ from jfsdp.plan.time.timeline import Timeline
 
 FORWARD, BACKWARD, SHARED = "forward", "backward", "shared"
 _SCOPE = re.compile(r"jfsdp\.tick\.(\w+)")
-
-
-class Bar(NamedTuple):
-    """What a stage does for some seconds of a step; `kind` is FORWARD, BACKWARD, "idle", or SHARED (embedding, head and
-    loss, by all stages together)."""
-
-    stage: int
-    kind: str
-    microbatch: int
-    begin_s: float
-    end_s: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,21 +65,6 @@ class Pipeline:
         """How many parts of microbatches wait on a stage for their backward, at most."""
         ticks = lay_out(self.schedule, self.microbatches, self.repeats)
         return int(ticks.saved.write[ticks.forward != IDLE].max()) + 1
-
-    def bars(self) -> Iterator[Bar]:
-        """Yield what each stage does, tick by tick; all passes of a kind take equally long."""
-        passes, now_s = self.schedule.passes(self.repeats, True), 0.0
-        widths = {FORWARD: self.seconds[FORWARD] / passes.forward, BACKWARD: self.seconds[BACKWARD] / passes.backward}
-        leaving = lay_out(self.schedule, self.microbatches, self.repeats).leaving
-        for forward, loss, backward in zip(self.schedule.forward, leaving, self.schedule.backward, strict=True):
-            rows = ((FORWARD, forward), (SHARED, [loss] * self.stages), (BACKWARD, backward))
-            for kind, row in rows:
-                if max(row) != IDLE:
-                    end_s = now_s + widths.get(kind, self.seconds[SHARED] / self.microbatches)
-                    for stage, task in enumerate(row):
-                        did = "idle" if task == IDLE else kind
-                        yield Bar(stage, did, int(task) % self.microbatches, now_s, end_s)
-                    now_s = end_s
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: shares, and seconds per step."""
