@@ -23,7 +23,7 @@ class AuditProgram(StepOptions):
     found, 4 something is, 2 bad arguments.
     """
 
-    hlo: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FILE")]] = tyro.MISSING
+    hlo: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FILE")]] = ""
     """The scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = option("none", "most used")
     """A recipe of scripts/train.py as defaults, which any other option overrides."""
@@ -41,6 +41,8 @@ class AuditProgram(StepOptions):
         from jfsdp.plan.jobs import shard_planned
         from jfsdp.plan.traffic.audit import audit, read_module
 
+        if not self.hlo:
+            raise ValueError("name the program: jfsdp audit FILE")
         module = read_module(Path(self.hlo).expanduser())
         planned = shard_planned(self, num_devices=module.num_partitions or 1)
         spec, has_axes = planned.step.resolve(planned.batch), planned.model.layout.num_shards(MODEL_AXES) > 1

@@ -112,7 +112,7 @@ def test_an_analytic_plan_says_whether_the_state_fits(capsys):
         ((*TINY, "--mesh", "fsdp=16"), "--mesh fsdp=16: 16 devices do not make the 8 of the cluster"),
         ((*TINY, "--mesh", "replica=3,fsdp=-1"), "3 devices do not divide the 8 of the cluster"),
         ((*TINY, "--nodes", "0"), "--nodes 0"),
-        ((*TINY, "--gpu", "h100", "--xla", "nonsense"), "--xla 'nonsense' is not NAME=VALUE"),
+        ((*TINY, "--gpu", "h100", "--xla", "nonsense"), "'nonsense' is not NAME=VALUE"),
         ((*TINY, "--xla", "xla_gpu_nonsense=1"), "--xla xla_gpu_nonsense: the XLA of this jaxlib has no such option"),
         ((*TINY, "--batch-per-device", "3", "--accumulate", "2"), "microbatches"),
         ((*TINY, "--timeline", "step.pdf"), "--timeline step.pdf: must end in .png or .svg"),
