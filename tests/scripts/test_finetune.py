@@ -22,9 +22,9 @@ def load_script(monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"steps": 0}, "--steps 0 must be a number from 1"),
-        ({"base_steps": -1}, "--base-steps -1 must be"),
-        ({"held_out": 1}, "--held-out 1 must be a number from 2"),
+        ({"steps": 0}, "steps=0 must be a number from 1"),
+        ({"base_steps": -1}, "base_steps=-1 must be"),
+        ({"held_out": 1}, "held_out=1 must be a number from 2"),
         ({"run_dir": Path(__file__)}, "is there already; name a new one"),
         ({"base": Path("nothere")}, "--base nothere: is no directory; name that of a run"),
     ],
