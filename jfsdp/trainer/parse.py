@@ -51,8 +51,10 @@ def read_fields(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
 def _read(read: Callable[[str], Any] | None, hint: Any, value: Any) -> Any:
     if isinstance(value, str | int | float):
         specs = [one for one in getattr(hint, "__metadata__", ()) if hasattr(one, "instance_from_str")]
-        value = specs[0].instance_from_str([write(value)]) if specs else value
-        return read(value) if read and isinstance(value, str) else value
+        found = specs[0].instance_from_str([write(value)]) if specs else value
+        if read and isinstance(found, str):
+            return read(found)
+        return found if isinstance(value, str) or not isinstance(found, str) else value  # a number is not a text
     if read and isinstance(value, Mapping):
         value = [write(((name, _frozen(part)),)) for name, part in value.items()]
     value = _frozen(value)

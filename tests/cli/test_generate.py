@@ -144,7 +144,7 @@ def test_what_cannot_be_generated_is_refused_in_a_line(models, capsys, tmp_path,
 @pytest.mark.parametrize(
     ("stored", "args", "expected"),
     [
-        ({"tokenizer": 5}, [], "config.json of the run: --tokenizer 5 is no str"),
+        ({"tokenizer": 5}, [], "config.json of the run: --tokenizer 5 must be text"),
         ({"tokenizer": "gone", "eod_token": "<end>"}, ["--tokenizer", "byte"], "holds no safetensors"),
         ({"tokenizer": "byte", "eod_token": "<end>"}, ["--tokenizer", "byte"], "--eod-token <end>"),
         ({"tokenizer": "gone"}, ["--tokenizer", "{dir}"], "tokenizer.json.*--tokenizer PATH, or byte"),

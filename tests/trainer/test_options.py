@@ -274,6 +274,7 @@ def _recipe(tmp_path, **fields):
         ({"frozen": [1]}, ["frozen[0]=1"]),
         ({"seed": None}, ["seed=None"]),
         ({"data": 3}, ["data=3"]),
+        ({"model": 3}, ["model=3", "text"]),
         ({"check_loss": "yes"}, ["check_loss='yes'"]),
     ],
 )
