@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jfsdp.trainer.data import documents
 from jfsdp.trainer.data.documents import INPUT, TARGET, TRAINED
 from jfsdp.trainer.data.pipeline import make_eval_iterator, make_pass_iterator, make_train_iterator
 from jfsdp.trainer.data.tokens import DataConfig, open_data
@@ -257,6 +258,8 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
         ([chat("a", "b")], "{{ 1 / 0 }}", {}, ["line 1", "ZeroDivisionError"]),
         ([chat("a", "b")], "{% include '/etc/passwd' %}", {}, ["line 1", "fails"]),
         ([chat("a", "b")], "{{ messages.__class__.__mro__ }}", {}, ["line 1", "fails", "unsafe"]),
+        ([chat("a", "b")], "{{ 'x' * 10 ** 9 }}", {}, ["line 1", "characters"]),
+        ([chat("a", "b")], "{{ 9 ** 999999999 }}", {}, ["line 1", "characters"]),
         ([chat("a", "b")], "{% if %}", {}, ["no jinja"]),
         ([chat("a", "b")], "{{ strftime_now('%Y') }}", {}, ["strftime_now"]),
         ([chat("a", "b"), chat("a", roles="u")], CHATML, {}, ["line 2", "assistant", "roles: user"]),
@@ -297,6 +300,12 @@ def test_what_cannot_be_trained_on_is_refused_with_its_line(tmp_path, records, t
         _open(tmp_path, records, template, **options)
     for part in expected:
         assert part in str(caught.value)
+
+
+def test_a_template_that_loops_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "_MOST_SECONDS", 0.2)
+    with pytest.raises(ValueError, match="loop for ever"):
+        _open(tmp_path, [chat("a", "b")], "{% for a in range(999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}")
 
 
 @pytest.mark.parametrize(

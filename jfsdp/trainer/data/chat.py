@@ -30,14 +30,15 @@ Span = tuple[int, int]
 
 # Noncharacters of Unicode, which no text holds: they stand around what a template marks, and are taken out again.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
+_MOST_CHARACTERS = 1 << 26
 
 
 class ChatTemplate:
     """A chat template in jinja, as tokenizers on Hugging Face come with one.
 
     Rendered in jinja2's sandbox: a template reads no files and no attributes of Python's, and it knows no clock
-    (`strftime_now` is not defined), so that the same conversation is the same text every day. Its time and memory are
-    not bounded.
+    (`strftime_now` is not defined), so that the same conversation is the same text every day. Its memory is bounded for
+    products and powers only: one that doubles a text in a loop is not caught.
 
     Args:
       source: the template.
@@ -96,19 +97,25 @@ class ChatTemplate:
           tools: what the template is given under that name.
 
         Raises:
-          ValueError: if the template fails.
+          ValueError: if the template fails, or writes without end.
         """
         given = {"messages": list(messages), "tools": tools, "add_generation_prompt": prompt, **self._tokens}
+        parts, size = [], 0
         try:
-            return _without_marks(self._template.render(given))
+            for part in self._template.generate(given):
+                parts.append(part)
+                size += len(part)
+                if size > _MOST_CHARACTERS:
+                    raise ValueError(f"it writes over {_MOST_CHARACTERS:,} characters for one conversation")
         # A template is a program: it may raise whatever Python does.
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}".removeprefix("TemplateError: ")
-            if "strftime_now" in reason:
-                reason = "it asks for the date (strftime_now), and so makes other tokens every day; write a date in it"
+            said = f"{type(error).__name__}: {error}".removeprefix("TemplateError: ")
+            if "strftime_now" in said:
+                said = "it asks for the date (strftime_now), and would make other tokens every day; write a date in it"
             raise ValueError(
-                f"chat template {self.name} fails: {reason}; repair it, or give another by --chat-template"
+                f"chat template {self.name} fails: {said}; repair it, or give another by --chat-template"
             ) from error
+        return _without_marks("".join(parts))
 
 
 def load_template(tokenizer: str, chat_template: str | None) -> ChatTemplate:
@@ -222,9 +229,25 @@ def _environment() -> Any:
     def to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols]
-    )
+    class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+        """The sandbox, in which no product or power is larger than what a template may write."""
+
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if _size_of_product(operator, left, right) > _MOST_CHARACTERS:
+                raise jinja2.exceptions.TemplateError(f"{operator} makes over {_MOST_CHARACTERS:,} characters")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = raise_exception
     return environment
+
+
+def _size_of_product(operator: str, left: Any, right: Any) -> int:
+    """Return the length of a sequence times a number, or the bits of a power."""
+    if operator == "**":
+        return left.bit_length() * abs(right) if isinstance(left, int) and isinstance(right, int) else 0
+    count, of = (left, right) if isinstance(left, int) else (right, left)
+    return len(of) * abs(count) if isinstance(count, int) and hasattr(of, "__len__") else 0

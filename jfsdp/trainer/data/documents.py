@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -201,6 +203,7 @@ def survey_examples(documents: Documents) -> tuple[np.ndarray, Survey]:
     assert documents.examples is not None
     survey = Survey(documents.examples.form, documents.examples.seq_len)
     kept = np.ones(len(documents), bool)
+    _check_time(lambda: documents[0], documents.place(0))
     for index in range(len(documents)):
         examples = documents.read_examples(index)
         for one in examples:
@@ -216,3 +219,23 @@ def survey_examples(documents: Documents) -> tuple[np.ndarray, Survey]:
             survey.left_out = survey.left_out or documents.place(index)
     survey.unread = sorted(documents.examples.unread)
     return kept, survey
+
+
+_MOST_SECONDS = 20.0
+
+
+def _check_time(read: Callable[[], object], place: str) -> None:
+    """Refuse a chat template that loops for ever: try the first record in a thread of its own."""
+
+    def run() -> None:
+        with contextlib.suppress(ValueError):  # is raised again when all records are read
+            read()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(_MOST_SECONDS)
+    if thread.is_alive():
+        raise ValueError(
+            f"{place}: took over {_MOST_SECONDS:.0f} s to render and tokenize; its chat template may loop for ever: "
+            "repair it, or give another by --chat-template"
+        )
