@@ -123,7 +123,7 @@ class Snapshots:
         """
         arrays = {name: array.to_dict() for name, array in logical_arrays(like).items()}
         blocks = [block for stored in contents(like) for block in own_blocks(stored)]
-        parts = [(block.stored.name, block.inside) for block in blocks if block.has_values]
+        parts = [(block.array.name, block.inside) for block in blocks if block.has_values]
 
         def find_usable() -> list[tuple[int, str]]:
             sources = [(step, source) for step in self._steps() if (source := self._open(step))]

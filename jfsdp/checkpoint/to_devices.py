@@ -38,7 +38,7 @@ def place(arrays: list[Stored], source: Source, *, one_replica: bool = False) ->
     def read() -> None:
         tasks = ((block.num_bytes, functools.partial(block.read, source)) for block in blocks)
         for block, values in zip(blocks, read_ahead(tasks, IN_FLIGHT_BYTES, threads=_THREADS), strict=True):
-            placed[id(block.stored)] += block.put(values)
+            placed[id(block.array)] += block.put(values)
 
     in_all(read)
     made: list[jax.Array] = [
@@ -60,7 +60,7 @@ def peak_bytes(arrays: list[Stored]) -> int:
 class _Block:
     """A part of a stored array that devices of this process hold."""
 
-    stored: Stored
+    array: Stored
     index: Index
     devices: list[Any]
     is_read: bool
@@ -71,12 +71,12 @@ class _Block:
 
     @property
     def num_bytes(self) -> int:
-        return math.prod(self.shape) * self.stored.value.dtype.itemsize
+        return math.prod(self.shape) * self.array.value.dtype.itemsize
 
     @property
     def inside(self) -> Index:
         """Which part of the logical array it holds."""
-        return self.stored.inside(self.index)
+        return self.array.inside(self.index)
 
     @property
     def has_values(self) -> bool:
@@ -85,14 +85,14 @@ class _Block:
 
     def read(self, source: Source) -> np.ndarray:
         """Read the block; zeros where it is padding, or another device's to read."""
-        block = np.zeros(self.shape, self.stored.value.dtype)
+        block = np.zeros(self.shape, self.array.value.dtype)
         if self.is_read and self.has_values:
-            without_padding(block, self.inside)[...] = source.read(self.stored.name, self.inside)
+            without_padding(block, self.inside)[...] = source.read(self.array.name, self.inside)
         return block
 
     def put(self, block: np.ndarray) -> list[jax.Array]:
         """Put the block onto its devices; it is there when this returns."""
-        kind = self.stored.value.sharding.memory_kind
+        kind = self.array.value.sharding.memory_kind
         shardings = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in self.devices]
         return jax.block_until_ready([jax.device_put(block, sharding) for sharding in shardings])
 

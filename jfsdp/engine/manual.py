@@ -130,11 +130,11 @@ class ManualEngine(Engine):
         """Run on each device by itself, with its part of the weights and its rows of the batch."""
         source, *others = arrays
         leaves = {path: self.layout.by_path[path] for path in source}
-        at_rest = {path: _data_spec(leaf, self._names(leaf, leaf.source)) for path, leaf in leaves.items()}
+        source_specs = {path: _data_spec(leaf, self._names(leaf, leaf.source)) for path, leaf in leaves.items()}
         opened = {path: source[path].reshape(_open_shape(leaf)) for path, leaf in leaves.items()}
         whole = PartitionSpec()
         rows = jax.tree.map(lambda x: PartitionSpec(self._data) if x.ndim else whole, others[1])
-        given: Any = {"in_specs": (at_rest, whole, rows, *[whole] * len(others[2:])), "out_specs": specs}
+        given: Any = {"in_specs": (source_specs, whole, rows, *[whole] * len(others[2:])), "out_specs": specs}
         axes = {axis for axis in self.mesh.axis_names if axis not in self.auto_axes}
 
         def local(opened: Arrays, *others: Any) -> T:

@@ -73,9 +73,9 @@ class XlaEngine(Engine):
 
     def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """All-gather leaves in their dtype in use; see [Note: low precision on the wire]."""
-        at_rest = {leaf.path: self._constrain(shards[leaf.path], leaf, leaf.source, sliced) for leaf, sliced in pairs}
-        at_rest = jax.lax.optimization_barrier(at_rest)
-        return {leaf.path: self._constrain(at_rest[leaf.path], leaf, "use", sliced) for leaf, sliced in pairs}
+        stated = {leaf.path: self._constrain(shards[leaf.path], leaf, leaf.source, sliced) for leaf, sliced in pairs}
+        stated = jax.lax.optimization_barrier(stated)
+        return {leaf.path: self._constrain(stated[leaf.path], leaf, "use", sliced) for leaf, sliced in pairs}
 
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
         """Cut whole leaves to what is kept of them between forward and backward. Moves no data between devices."""

@@ -113,9 +113,9 @@ def plan_inference(
     on_progress("sharding")
     devices, job = topology_devices(cluster), find_planned_job(options)
     dtype = options.param_dtype or "float32"
-    at_rest = dataclasses.replace(options, frozen=("**",), frozen_dtype=dtype)
+    frozen = dataclasses.replace(options, frozen=("**",), frozen_dtype=dtype)
     mesh = make_mesh(devices=devices, **mesh_sizes(options.mesh, len(devices)))  # type: ignore[arg-type]
-    model, length = shard_job(at_rest, job, mesh), length or job.seq_len
+    model, length = shard_job(frozen, job, mesh), length or job.seq_len
     generator, state = Generator(model, job), model.abstract_state(optax.identity())
     all_rows = rows * num_data_shards(dict(model.layout.mesh_sizes))
     cache = generator.cache_shapes(all_rows, length)

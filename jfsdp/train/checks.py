@@ -86,7 +86,7 @@ def check_stands(state: TrainState, layout: Layout) -> None:
     """
     if frozen := differing_frozen(*({x.path: x.trainable for x in of.leaves} for of in (state.layout, layout))):
         raise ValueError(f"the state is of other frozen leaves than this model: {frozen}")
-    there, wanted = _at_rest(state.layout), _at_rest(layout)
+    there, wanted = _placed(state.layout), _placed(layout)
     differing = [path for path in there.keys() | wanted.keys() if there.get(path) != wanted.get(path)]
     if differing or state.layout.mesh_sizes != layout.mesh_sizes:
         what = f"; first {min(differing)}, of {len(differing)} leaves" if differing else ""
@@ -96,12 +96,12 @@ def check_stands(state: TrainState, layout: Layout) -> None:
         )
 
 
-def _at_rest(layout: Layout) -> dict[str, Any]:
-    def at_rest(leaf: Leaf) -> Leaf:
+def _placed(layout: Layout) -> dict[str, Any]:
+    def placed(leaf: Leaf) -> Leaf:
         stages = tuple((name, stage) for name, stage in leaf.stages if name in ("param", "work", "opt"))
         return dataclasses.replace(leaf, stages=stages, unit="", stacked=0, reason="")
 
-    return {leaf.path: at_rest(leaf) for leaf in layout.leaves}
+    return {leaf.path: placed(leaf) for leaf in layout.leaves}
 
 
 def as_arrays(batch: Any) -> Any:

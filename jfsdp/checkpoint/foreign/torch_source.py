@@ -185,9 +185,9 @@ def _load(path: Path, where: str) -> Any:
         if file.read(4) != b"PK\x03\x04":
             raise ValueError(f"{where}: is not a zip file of torch.save; write it again with torch.save")
     with _readable(where), zipfile.ZipFile(path) as archive:
-        packed = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
-    if packed:
-        raise ValueError(f"{where}: {packed[0]} in it is compressed, so its size is unknown; write it with torch.save")
+        zipped = [entry.filename for entry in archive.infolist() if entry.compress_type != zipfile.ZIP_STORED]
+    if zipped:
+        raise ValueError(f"{where}: {zipped[0]} in it is compressed, so its size is unknown; write it with torch.save")
     with _readable(where):
         return torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
 
