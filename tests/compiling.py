@@ -1,10 +1,14 @@
 """What XLA has compiled in this process, for all who build the same program."""
 
 import collections
+import gc
 import io
+import pathlib
 
 # A program of a step takes some 60 maps of memory, and Linux gives a process 65,530: with 1000 programs XLA crashes.
 MOST_PROGRAMS = 300
+MOST_MAPS = 20_000
+_KEPT = collections.OrderedDict()
 
 
 def compile_once():
@@ -15,7 +19,7 @@ def compile_once():
     """
     from jax._src import compiler
 
-    compile_program, kept = compiler.compile_or_get_cached, collections.OrderedDict()
+    compile_program, kept = compiler.compile_or_get_cached, _KEPT
 
     def find_or_compile(backend, module, devices, options, host_callbacks, *args):
         if host_callbacks:  # a program that calls Python calls the functions of its own test
@@ -30,3 +34,14 @@ def compile_once():
         return kept[key]
 
     compiler.compile_or_get_cached = find_or_compile
+
+
+def free_programs():
+    """Free all compiled programs, those in caches of tests too, where this process has many maps of memory."""
+    import jax
+
+    maps = pathlib.Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        _KEPT.clear()
+        jax.clear_caches()
+        gc.collect()

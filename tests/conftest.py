@@ -8,7 +8,7 @@ import sys
 import pytest
 from jaxlib.version import __version_info__ as jaxlib_version
 
-from tests.compiling import compile_once
+from tests.compiling import compile_once, free_programs
 
 NUM_DEVICES = 8
 
@@ -47,6 +47,12 @@ def pytest_sessionstart(session):
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
     compile_once()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs():
+    """Begin every file of tests with room for programs."""
+    free_programs()
 
 
 @pytest.fixture

@@ -68,7 +68,7 @@ class StepConfig:
         if self.sync not in (None, "every", "last"):
             raise ValueError(f'sync={self.sync!r} is unknown; use "every", "last", or None for the strategy\'s own')
         norm = self.max_grad_norm
-        if norm is not None and not 0 < norm < math.inf:
+        if norm is not None and not (hasattr(norm, "__float__") and 0 < norm < math.inf):
             raise ValueError(f"max_grad_norm={norm!r} must be a positive number, or None to clip nothing")
 
     @classmethod
