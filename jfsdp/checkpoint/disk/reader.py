@@ -29,14 +29,14 @@ class CheckpointSource:
     """The arrays of a complete checkpoint. Making it checks the documents; `check`, before they are read, the arrays.
 
     Args:
-      cache_bytes: of chunks that were read, how much is kept.
+      cache_bytes: of chunks that were read, how much is kept; None: `CACHE_BYTES`.
 
     Raises:
       ValueError: if there is no complete checkpoint at `path`, or it is of another format.
     """
 
-    def __init__(self, path: Any, *, cache_bytes: int = CACHE_BYTES):
-        self._cache_bytes = cache_bytes
+    def __init__(self, path: Any, *, cache_bytes: int | None = None):
+        self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
         self.path = local_path(path)
         check_documents(self.path)
         self.manifest = read_manifest(self.path)
