@@ -74,7 +74,7 @@ class Layout:
         """By leaf, the buffer in which it moves; empty where leaves move one by one."""
         return {view.path: buffer for buffer in self.buffers for view in buffer.views}
 
-    def move_together(self, paths: Iterable[str]) -> dict[str, None]:
+    def moved_with(self, paths: Iterable[str]) -> dict[str, None]:
         """Return these leaves and all that move in the same buffers, in order and without repetition."""
         groups = ([view.path for view in self.buffer_of[path].views] if self.buffers else [path] for path in paths)
         return dict.fromkeys(itertools.chain.from_iterable(groups))

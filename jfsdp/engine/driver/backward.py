@@ -186,13 +186,13 @@ class Backward:
         """Let the gradients of those weights of the root wait that no item before this one reads."""
         root = self.step.root_vars
         found = [path for path in self.step.first_use.get(place, []) if root[path] in cts]
-        trained = self.step.engine.layout.move_together(filter(self.step.derivatives.is_trained, found))
+        trained = self.step.engine.layout.moved_with(filter(self.step.derivatives.is_trained, found))
         self.sums.add(ROOT, dict.fromkeys(trained, 0), 0, {path: _pop(cts, root[path]) for path in trained})
 
     def _root_weights(self, item: Item, tie: Any) -> Arrays:
         """Gather those of the root's weights again that an item reads, where they are not kept."""
         own = self.step.own(item)
-        names = sorted(self.step.engine.layout.move_together(own))
+        names = sorted(self.step.engine.layout.moved_with(own))
         full = self.step.regather_root(names, tie) if own else {}
         return {path: full[path] for path in own}
 

@@ -108,7 +108,7 @@ class Step:
         uses: dict[int, list[str]] = {}
         reads = [*([*item.inputs, *self.own(item).values()] for item in self.block.items), self.block.outputs]
         for path in self.root_vars:
-            variables = [self.root_vars[other] for other in self.engine.layout.move_together([path])]
+            variables = [self.root_vars[other] for other in self.engine.layout.moved_with([path])]
             readers = (place for place, atoms in enumerate(reads) if any(x is var for x in atoms for var in variables))
             place = next(readers, None)
             if place is not None:

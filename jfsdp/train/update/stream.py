@@ -20,9 +20,8 @@ from typing import Any
 
 import jax
 
-from jfsdp.compat import core
 from jfsdp.engine.dataflow import is_literal
-from jfsdp.engine.driver.program import is_jit, only, read, with_opened
+from jfsdp.engine.driver.program import is_jit, read, run_alone, with_opened
 from jfsdp.engine.engine import is_on_host, to_device
 from jfsdp.train.state import TrainState
 
@@ -85,8 +84,8 @@ class _Reader:
         """Return the values of outputs; an input that nothing reads is returned where it is."""
         for place in self._needed(outvars):
             eqn = self._jaxpr.eqns[place]
-            atoms = dict.fromkeys(atom for atom in eqn.invars if not is_literal(atom))
-            values = core.eval_jaxpr(only(self._jaxpr, [eqn], atoms, eqn.outvars), (), *map(self._read, atoms))
+            given = [None if is_literal(atom) else self._read(atom) for atom in eqn.invars]
+            values = run_alone(self._jaxpr, eqn, given)
             self._values.update(zip(eqn.outvars, values, strict=True))
         found = [self._inputs[var] if var in self._inputs else read(self._values, var) for var in outvars]
         if made := [x for x, var in zip(found, outvars, strict=True) if var in self._made_by]:
