@@ -53,11 +53,7 @@ class OpenOptions(Options):
 
         start_jax()
         given = TrainConfig(
-            model=self.model,
-            mesh=self.mesh,
-            param_dtype=self.param_dtype,
-            init_adapter=self.adapter,
-            check_loss=False,
+            model=self.model, mesh=self.mesh, param_dtype=self.param_dtype, init_adapter=self.adapter, check_loss=False
         )
         named = {name: getattr(self, name) for name in ("tokenizer", "chat_template", "eod_token")}
         return open_model(self.path, given, step=self.step, **named)

@@ -32,8 +32,9 @@ class PlanJob(StepOptions):
 
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = option("none", "most used")
     """A recipe of scripts/train.py as defaults, which any other option overrides."""
-    gpu: Annotated[str, tyro.conf.arg(metavar="NAME")] = option("h100", "cluster")
-    """The GPU, such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all."""
+    gpu: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.toml")] = option("h100", "cluster")
+    """The GPU, such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all.
+    A file describes one that is not among them (docs/plan.md)."""
     nodes: Count = option(1, "cluster", least=1)
     """How many machines."""
     gpus_per_node: Count = option(0, "cluster")

@@ -59,11 +59,7 @@ class ShardedApply:
         )
 
     def __call__(
-        self,
-        fn: Callable[..., Any],
-        params: Mapping[str, Any],
-        state: Mapping[str, Any],
-        *inputs: Any,
+        self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
     ) -> tuple[Any, Arrays]:
         """Compute `fn(model, *inputs)`; return its output (a pytree of arrays) and the model's other state afterwards.
 

@@ -100,7 +100,7 @@ def with_adapters(
         outs = _eval(closed.jaxpr, closed.consts, values)
         for out in filter(_is_adapted, outs[: len(jax.tree.leaves(shape[:2]))]):
             _refuse(out, "hands it out of its unit's call")
-        outs = [_weight(out) for out in outs]
+        outs = [out.weight if _is_adapted(out) else out for out in outs]
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
     return call
@@ -125,10 +125,6 @@ def _adapted(one: Adapter, full: Mapping[str, jax.Array], key: jax.Array | None)
 
 def _is_adapted(value: Any) -> bool:
     return isinstance(value, _Adapted)
-
-
-def _weight(value: Any) -> Any:
-    return value.weight if _is_adapted(value) else value
 
 
 def _eval(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:

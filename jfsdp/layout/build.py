@@ -19,13 +19,7 @@ from jfsdp.layout.leaf import DEVICE, HOST, PER_PARAMETER, Cut, Leaf, Stage
 from jfsdp.layout.mesh import PIPE, axis_sizes
 from jfsdp.layout.placements import Choice, LeafRules, choose_beside, choose_own, find_placements
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
-from jfsdp.layout.precision import (
-    MixedPrecisionPolicy,
-    is_float,
-    is_inexact,
-    item_bytes,
-    sum_dtype,
-)
+from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, is_inexact, item_bytes, sum_dtype
 from jfsdp.layout.split_dim import DimChoice, choose_dim
 from jfsdp.layout.strategy import Split, Strategy
 from jfsdp.layout.units import UnitInfo
@@ -197,13 +191,7 @@ _SPLIT_STAGES = ("param", "grad", "opt")
 
 
 def _stages(
-    path: str,
-    dtype: str,
-    use: str,
-    trainable: bool,
-    strategy: Strategy,
-    reshard: bool | int,
-    sizes: Mapping[str, int],
+    path: str, dtype: str, use: str, trainable: bool, strategy: Strategy, reshard: bool | int, sizes: Mapping[str, int]
 ) -> dict[str, Stage | None]:
     """Spell a strategy out for one leaf.
 

@@ -15,10 +15,7 @@ Selectors = Selector | Sequence[Selector] | None
 
 
 def select_leaves(
-    what: str,
-    selectors: Selectors,
-    leaves: Mapping[str, jax.ShapeDtypeStruct],
-    types: Mapping[str, type],
+    what: str, selectors: Selectors, leaves: Mapping[str, jax.ShapeDtypeStruct], types: Mapping[str, type]
 ) -> dict[str, str]:
     """Return the leaves that any selector chooses, each with the selector in words.
 

@@ -94,15 +94,11 @@ def _move(x: jax.Array, stored: Any, logical: Any, sharding: NamedSharding, *, s
     elif x.shape == stored.shape:
         return jax.device_put(x, sharding, donate=donate, may_alias=None if donate else False)
     else:
-        moved = _repad(x, stored.shape, logical.shape, sharding)
+        moved = jax.jit(lambda x: _fit(to_device(x), stored.shape, logical.shape, jnp), out_shardings=sharding)(x)
     if donate:
         jax.block_until_ready(moved)
         x.delete()
     return moved
-
-
-def _repad(x: jax.Array, stored: tuple[int, ...], logical: tuple[int, ...], sharding: NamedSharding) -> jax.Array:
-    return jax.jit(lambda x: _fit(to_device(x), stored, logical, jnp), out_shardings=sharding)(x)
 
 
 def _fit(x: Any, stored: tuple[int, ...], logical: tuple[int, ...], lib: Any) -> Any:

@@ -50,13 +50,7 @@ class ShardedModel:
     kept too, for as long as this object lives.
     """
 
-    def __init__(
-        self,
-        model: FlaxModel,
-        layout: Layout,
-        mesh: Mesh | AbstractMesh,
-        loss_scale: LossScale | None,
-    ):
+    def __init__(self, model: FlaxModel, layout: Layout, mesh: Mesh | AbstractMesh, loss_scale: LossScale | None):
         self.model, self.layout, self.loss_scale = model, layout, loss_scale
         self.mesh = split_mesh(mesh, layout.sub_axes)  # type: ignore[arg-type]
         self.engine = XlaEngine(layout, self.mesh)

@@ -64,10 +64,7 @@ class TrainState:
 
 
 def make_state(
-    optimizer: ShardedOptimizer,
-    params: Arrays,
-    model_state: Arrays,
-    loss_scale: LossScale | None = None,
+    optimizer: ShardedOptimizer, params: Arrays, model_state: Arrays, loss_scale: LossScale | None = None
 ) -> TrainState:
     """Build the first state from leaves of stored shape; call it inside `jit` with `state_shardings`.
 
@@ -164,20 +161,14 @@ def state_memories(state: TrainState) -> TrainState:
 
 
 def abstract_state(
-    optimizer: ShardedOptimizer,
-    model_state: Mapping[str, Any],
-    loss_scale: LossScale | None = None,
+    optimizer: ShardedOptimizer, model_state: Mapping[str, Any], loss_scale: LossScale | None = None
 ) -> TrainState:
     """Return shapes, dtypes and shardings of a state."""
     layout = optimizer.engine.layout
     leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.dtype) for leaf in layout.leaves}
     make = functools.partial(make_state, optimizer, loss_scale=loss_scale)
     shapes = jax.eval_shape(make, leaves, dict(model_state))
-    return with_shardings(shapes, state_shardings(layout, optimizer.engine.mesh, shapes))
-
-
-def with_shardings(shapes: Any, shardings: Any) -> Any:
-    """Attach shardings to shapes."""
+    shardings = state_shardings(layout, optimizer.engine.mesh, shapes)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 

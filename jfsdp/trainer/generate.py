@@ -87,14 +87,7 @@ class Generator:
       ValueError: if the job has no cache.
     """
 
-    def __init__(
-        self,
-        model: ShardedModel,
-        job: Job,
-        sampling: Sampling | None = None,
-        *,
-        stop: Sequence[int] = (),
-    ):
+    def __init__(self, model: ShardedModel, job: Job, sampling: Sampling | None = None, *, stop: Sequence[int] = ()):
         if job.cache is None:
             raise ValueError(
                 f"job {job.name!r} has no cache of keys and values; give its field `cache`, and its model the "

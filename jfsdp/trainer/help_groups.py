@@ -29,13 +29,7 @@ SHOWN = {"True": "on", "False": "off", "": "-", "''": "-"}
 
 
 def option(
-    default: Any,
-    group: str = "",
-    resume: str = "",
-    *,
-    least: float | None = None,
-    read: Read = None,
-    python: str = "",
+    default: Any, group: str = "", resume: str = "", *, least: float | None = None, read: Read = None, python: str = ""
 ) -> Any:
     """Make a field of options.
 

@@ -89,13 +89,7 @@ class ShardingOptions(Options):
     )
     """Instead of --model: a function that returns a jfsdp.trainer.Job or a dict of its fields. It is imported from the
     working directory or from what is installed."""
-    model_config: Fields = option(
-        (),
-        "model",
-        "refused",
-        read=read_config,
-        python="the model's configuration",
-    )
+    model_config: Fields = option((), "model", "refused", read=read_config, python="the model's configuration")
     """Fields of the model's configuration: --model-config num_layers=2 stacked=false."""
 
     mesh: Mesh = option((("fsdp", -1),), "most used", "rounding", read=parse.read_mesh, python="`shard(mesh=)`")

@@ -6,6 +6,7 @@ import pytest
 
 from jfsdp.plan.cluster.hardware import GPUS, Cluster, find_gpu, host_bandwidth, link_bandwidth, matmul_rate
 from jfsdp.trainer.run.metrics import peak_flops
+from tests.refusals import refuses
 
 MIB = 2**20
 SIZES = [2**power for power in range(10, 35)]
@@ -42,8 +43,36 @@ def test_names_and_aliases_are_unique_and_found_in_any_case():
 def test_an_unknown_gpu_is_refused_with_the_closest_name_first():
     with pytest.raises(ValueError, match=r"no GPU is called 'h10O'; there are h100, .*rtx4090"):
         find_gpu("h10O")
-    with pytest.raises(ValueError, match=r"there are a100-40, a100-80, "):
+    with pytest.raises(ValueError, match=r"there are a100-80, a100-40, "):
         find_gpu("???")
+
+
+def test_a_file_describes_a_gpu_by_a_known_one(tmp_path):
+    path = tmp_path / "b300.toml"
+    path.write_text('like = "b200"\nfull_name = "NVIDIA B300"\nmemory_bytes = 288_000_000_000\nmeasured_matmul = []')
+    found = find_gpu(str(path))
+    changed = {"name": "b300", "full_name": "NVIDIA B300", "memory_bytes": 288_000_000_000, "measured_matmul": None}
+    assert found == dataclasses.replace(find_gpu("b200"), **changed, aliases=())
+    assert Cluster(found, 2).num_devices == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "facts"),
+    [
+        ('like = "b200"\nmemory_gb = 288', ("memory_gb", "memory_bytes")),
+        ('like = "b200"\nmemory_bandwidth = 0', ("memory_bandwidth", "0")),
+        ('like = "b200"\npeak = {bfloat16 = "fast"}', ("peak", "fast")),
+        ('like = "b2000"', ("b2000", "b200")),
+        ('full_name = "NVIDIA B300"', ("missing", "capability")),
+        ("like = b200", ("line 1",)),
+        (None, ("No such file",)),
+    ],
+)
+def test_a_file_that_describes_no_gpu_is_refused(tmp_path, text, facts):
+    path = tmp_path / "b300.toml"
+    if text is not None:
+        path.write_text(text)
+    refuses(lambda: find_gpu(str(path)), str(path), *facts)
 
 
 def test_an_unknown_dtype_is_refused():

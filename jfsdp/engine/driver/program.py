@@ -160,15 +160,12 @@ def named(eqn: Any, calls: Mapping[str, NamedCall]) -> NamedCall | None:
     return call if len(wanted) == len(eqn.outvars) and len(eqn.invars) == num_in and all(is_same) else None
 
 
-def _holds_calls(jaxpr: Any, calls: Mapping[str, NamedCall]) -> bool:
-    return any(named(eqn, calls) for eqn in all_eqns(jaxpr))
-
-
 def inlined(closed: Any, calls: Mapping[str, NamedCall]) -> Any:
     """Open every `jit` around calls of units."""
 
     def is_around(eqn: Any) -> bool:
-        return is_jit(eqn) and named(eqn, calls) is None and any(_holds_calls(x, calls) for x in inner_jaxprs(eqn))
+        inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in all_eqns(jaxpr))
+        return is_jit(eqn) and named(eqn, calls) is None and any(named(inner, calls) for inner in inside)
 
     return with_opened(closed, is_around) if any(map(is_around, closed.jaxpr.eqns)) else closed
 

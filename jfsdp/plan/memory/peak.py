@@ -22,13 +22,7 @@ from jfsdp.layout.layout import Layout
 from jfsdp.plan.cluster.compile import CompiledStep
 from jfsdp.plan.hlo.flow import Flow
 from jfsdp.plan.hlo.parse import Module
-from jfsdp.plan.memory.buffer_assignment import (
-    Allocation,
-    find_peak,
-    read_allocations,
-    read_live_ranges,
-    read_schedule,
-)
+from jfsdp.plan.memory.buffer_assignment import Allocation, find_peak, read_allocations, read_live_ranges, read_schedule
 from jfsdp.plan.memory.classify import PARTS, Buffer, Judge, guess_vocab
 
 # What else of a GPU's memory is taken while a step runs. Assumed, not measured: 0.5 GiB for the CUDA context and loaded

@@ -67,12 +67,7 @@ class Survey:
 
 
 def survey(
-    apply: ShardedApply,
-    loss_fn: LossFn,
-    source: Arrays,
-    model_state: Arrays,
-    rows: Any,
-    held: Collection[str],
+    apply: ShardedApply, loss_fn: LossFn, source: Arrays, model_state: Arrays, rows: Any, held: Collection[str]
 ) -> Survey:
     """Read what a loss does on the rows of a microbatch; `held` units are whole.
 

@@ -90,13 +90,7 @@ class MeanGradients(NamedTuple):
 class BatchStep:
     """What steps over batches share: the gradients of a loss over a batch, and what is checked before."""
 
-    def __init__(
-        self,
-        apply: ShardedApply,
-        loss_fn: LossFn,
-        config: StepConfig,
-        loss_scale: LossScale | None,
-    ):
+    def __init__(self, apply: ShardedApply, loss_fn: LossFn, config: StepConfig, loss_scale: LossScale | None):
         check_call("loss_fn", loss_fn, "model", "batch", remedy=_BIND)
         self.apply, self.config, self.loss_scale = apply, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh

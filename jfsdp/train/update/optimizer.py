@@ -86,7 +86,8 @@ class ShardedOptimizer:
         logical = self.tree.build(self._cut_all(grads)), self.tree.build(self._cut_all(params))
         state = self.roles.map(self._cut_state, state)
         updates, state = self._update(logical[0], state, logical[1], extra)
-        return self._pad_all(self.tree.by_name(updates)), self.roles.map(self._pad_state, state)
+        padded = {path: self._pad(path, x) for path, x in self.tree.by_name(updates).items()}
+        return padded, self.roles.map(self._pad_state, state)
 
     def check(self, extra: Mapping[str, Any] | None = None) -> None:
         """Refuse a transformation that cannot run in a step, before anything is compiled.
@@ -157,9 +158,6 @@ class ShardedOptimizer:
 
     def _cut_all(self, values: Arrays) -> Arrays:
         return {path: self._cut(path, x) for path, x in values.items()}
-
-    def _pad_all(self, values: Arrays) -> Arrays:
-        return {path: self._pad(path, x) for path, x in values.items()}
 
     def _cut_state(self, role: Role, value: Any) -> Any:
         return self._cut(role.leaf or "", value) if role.padding else value

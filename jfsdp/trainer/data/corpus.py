@@ -138,12 +138,7 @@ class Corpus:
             raise ValueError(f"{place(path, offset)}: {error}") from error
 
 
-def open_corpus(
-    data: str,
-    *,
-    text_field: str | None = None,
-    max_document_bytes: int = 65536,
-) -> Corpus:
+def open_corpus(data: str, *, text_field: str | None = None, max_document_bytes: int = 65536) -> Corpus:
     """Index the documents that `data` names.
 
     What a file holds is known by its name: `*.jsonl` and `*.ndjson` one JSON object per line, `*.bin` raw little-endian

@@ -35,7 +35,6 @@ class Loop:
 
     Attributes:
       config: of the run: when things happen. All steps count from 1; the last one does everything.
-      skips_nonfinite: the step leaves the state as it was where loss or gradient is not finite, so it may be saved.
       step: the training step.
       batches: this process's share of each batch, endless.
       throughput: counts steps and time.
@@ -51,12 +50,9 @@ class Loop:
       run_dir: where traces go.
       watch: told what is under way, and how long it may take.
       goodput: told on what time is spent.
-      max_in_flight: steps that may be dispatched and not finished. On simulated devices only 1 is safe: collectives of
-        two steps would compete for the threads that both need.
     """
 
     config: TrainConfig
-    skips_nonfinite: bool
     step: TrainStep
     batches: Iterator[Any]
     throughput: Throughput
@@ -71,7 +67,6 @@ class Loop:
     run_dir: Path
     watch: Watch
     goodput: Goodput
-    max_in_flight: int = 2
     described: Any = None
     first_step_s: float | None = None
     last_record: Record | None = None
@@ -81,12 +76,14 @@ class Loop:
     def run(self, state: TrainState, first: int) -> tuple[TrainState, int]:
         """Train from `first` steps done until all are, or until asked to stop; the state is saved at the end.
 
-        Cost: the host waits for the devices only where it must: at logged steps, and to stay `max_in_flight` ahead.
+        Cost: the host waits for the devices only where it must: at logged steps, and to stay two steps ahead, or on
+        CPUs one: collectives of two steps would compete for the threads that both need.
 
         Returns:
           The last state, and how many steps were taken in all.
         """
         in_flight: list[Any] = []
+        max_in_flight = 1 if jax.default_backend() == "cpu" else 2
         metrics: Metrics = {}
         step = self.last_saved = first
         self.goodput.write()
@@ -109,7 +106,7 @@ class Loop:
                     self.goodput.to("train")
                     host_s = time.perf_counter() - begin
                     in_flight.append(metrics["loss"])
-                    while len(in_flight) >= self.max_in_flight:
+                    while len(in_flight) >= max_in_flight:
                         in_flight.pop(0).block_until_ready()
                     if not is_first:
                         self.pace.add(data_s, host_s)
@@ -190,8 +187,10 @@ class Loop:
 
     def _check_finite(self, metrics: Metrics, step: int) -> None:
         """End a run that has diverged: it trains in vain, and may not push good states out of those that are kept."""
+        if self.config.skip_nonfinite or self.step.loss_scale is not None:
+            return  # such a step leaves the state as it was
         values = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
-        if not self.skips_nonfinite and not all(map(math.isfinite, values.values())):
+        if not all(map(math.isfinite, values.values())):
             raise ValueError(
                 f"step {step}: the run has diverged (loss {values['loss']}, gradient norm {values['grad_norm']}); its "
                 "state is not saved, and earlier checkpoints stand. Go on from them by the same command with --resume "

@@ -54,14 +54,7 @@ class Run:
       loop: the training loop, once everything that was asked for is there.
     """
 
-    def __init__(
-        self,
-        parts: Parts,
-        run_dir: Path,
-        stored: Mapping[str, Any],
-        begin: float,
-        watch: Watch,
-    ):
+    def __init__(self, parts: Parts, run_dir: Path, stored: Mapping[str, Any], begin: float, watch: Watch):
         self.config, self.parts, self.run_dir, self.begin, self.watch = parts.config, parts, run_dir, begin, watch
         self.theirs = stated_by_weights(self.config, stored)
         self.begun = gather_json(stored.get("begun", time.time()))[0]
@@ -295,7 +288,6 @@ class Run:
         sizes = (items, mesh.devices.size, job.flops_per_token, device.device_kind, self.source.item, parts.row_items)
         return Loop(
             config=self.config,
-            skips_nonfinite=self.config.skip_nonfinite or parts.step.loss_scale is not None,
             step=parts.step,
             batches=map(self.source.prepare, iterator),
             throughput=Throughput(*sizes),
@@ -311,7 +303,6 @@ class Run:
             watch=self.watch,
             goodput=Goodput(self.run_dir / "goodput.json", self.begin, self.train_s, is_writer=self.is_writer),
             described=described,
-            max_in_flight=1 if device.platform == "cpu" else 2,
         )
 
     def _make_evaluator(self) -> Callable[[TrainState], Evaluation] | None:

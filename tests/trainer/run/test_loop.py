@@ -54,13 +54,14 @@ def run_loop(
     records=None,
     checkpoint_every=0,
     run_dir=None,
-    skips_nonfinite=False,
     **config,
 ):
     records, stop, position = records or Records(), StopSignal(), batches or itertools.count(first + 1)
     records.checkpoint_every = checkpoint_every
 
     class Step:
+        loss_scale = None
+
         def shard_batch(self, batch):
             return batch
 
@@ -79,7 +80,6 @@ def run_loop(
 
     loop = Loop(
         config=TrainConfig(**config),
-        skips_nonfinite=skips_nonfinite,
         step=Step(),  # type: ignore[arg-type]
         batches=position,
         throughput=Throughput(10, 1, None, "cpu"),
@@ -121,7 +121,7 @@ def test_a_run_that_has_diverged_ends_at_the_next_line_that_says_so():
 
 
 def test_a_diverged_step_that_was_skipped_may_be_saved():
-    records, *_ = run_loop(steps=4, checkpoint_every=2, skips_nonfinite=True, loss_of=lambda step: jnp.float32(jnp.nan))
+    records, *_ = run_loop(steps=4, checkpoint_every=2, skip_nonfinite=True, loss_of=lambda step: jnp.float32(jnp.nan))
     assert [step for step, *_ in records.saved] == [2, 4]
 
 
