@@ -86,11 +86,11 @@ def _read_table() -> tuple[Gpu, ...]:
 
 
 def _make(name: str, row: Mapping[str, Any], known: Mapping[str, Gpu]) -> Gpu:
-    row = {field: _freeze(value) for field, value in row.items()}
-    like = row.pop("like", None)
-    base = {} if like is None else vars(_find(like, known)) | {"aliases": ()}
-    row = base | {"name": name} | row
-    return Gpu(**row | {"measured_matmul": row.get("measured_matmul") or None})
+    fields: dict[str, Any] = {"name": name} | {field: _freeze(value) for field, value in row.items()}
+    if "like" in fields:
+        fields = vars(_find(fields.pop("like"), known)) | {"aliases": ()} | fields
+    fields["measured_matmul"] = fields.get("measured_matmul") or None
+    return Gpu(**fields)
 
 
 def _freeze(value: Any) -> Any:
