@@ -38,5 +38,5 @@ if TYPE_CHECKING:
     from jfsdp.train.step.loss import Max as Max
     from jfsdp.train.step.loss import Mean as Mean
 
-__version__ = "0.2.0"
+__version__ = "1.0.0.dev0"
 __getattr__, __dir__, __all__ = attach(__name__, __file__)

@@ -74,11 +74,15 @@ class ShardedModel:
         Layout:  each leaf directly as its `param` stage says.
         Memory:  a device computes its part of each leaf only. A model given as an instance keeps its weights; they are
                  moved from where they are.
+
+        Raises:
+          ValueError: for an instance without weights, as `nnx.eval_shape` makes it.
         """
         if isinstance(self.mesh, AbstractMesh):
             raise ValueError("init: the mesh has no devices; build the model on jfsdp.make_mesh()")
         if self.model.instance is None:
             return self._compile_init(tx)(seed)
+        _check_values(self.model.instance)
         params, model_state = self.model.create(seed)
         shapes = self.leaf_shapes()
         stored = {
@@ -102,7 +106,7 @@ class ShardedModel:
           seed: of the rest of the model's state (rng keys).
 
         Raises:
-          ValueError: listing the parameters that are missing, unknown, or of another shape or dtype.
+          ValueError: listing the parameters that are missing, unknown, or of another shape or dtype; as `init`.
         """
         params = {**self._first_adapters(params, seed), **params}
         if lines := _differences(params, self.leaf_shapes(), ("params have", "model.leaf_shapes() has")):
@@ -113,6 +117,7 @@ class ShardedModel:
         with model_mesh(self.mesh):
             keys = jax.jit(lambda seed: self.model.create(seed)[1]) if self.model.instance is None else None
             model_state = keys(seed) if keys is not None else self.model.create(seed)[1]
+        _check_values(model_state)
         make = functools.partial(states.make_state, self._optimizer(tx), loss_scale=self.loss_scale)
         made = jax.jit(make, out_shardings=self._shardings(tx), donate_argnums=0)
         with warnings.catch_warnings():
@@ -366,6 +371,17 @@ class ShardedModel:
     def _whole_leaf(self, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         whole = jax.device_put(value, self._whole(), may_alias=False).addressable_data(0)
         return whole[tuple(map(slice, shape))]
+
+
+def _check_values(arrays: Any) -> None:
+    """Refuse shapes in place of arrays."""
+    for path, x in jax.tree_util.tree_leaves_with_path(arrays):
+        if isinstance(x, jax.ShapeDtypeStruct):
+            name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
+            raise ValueError(
+                f"{name}: was given as a shape without values, as nnx.eval_shape makes it; give fully_shard what makes "
+                "the model, such as lambda rngs: Net(rngs)"
+            )
 
 
 def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], owners: tuple[str, str]) -> str:

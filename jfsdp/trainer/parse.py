@@ -225,8 +225,4 @@ def write(value: Any) -> str:
         return ",".join(map(write, value))
     if {name for name, _ in value} <= {"save", "offload"} and value:
         return "+".join(f"{'names' if field == 'save' else field}:{','.join(names)}" for field, names in value)
-    return ",".join(f"{name}={_literal(part)}" for name, part in value)
-
-
-def _literal(value: Any) -> str:
-    return str(value) if isinstance(value, tuple) else write(value)
+    return ",".join(f"{name}={part if isinstance(part, tuple) else write(part)}" for name, part in value)

@@ -12,6 +12,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jfsdp
+from tests.refusals import refuses
 from tests.sharding import fully_shard
 
 DIM = 16
@@ -103,6 +104,14 @@ def test_a_given_instance_keeps_its_weights_and_is_not_touched():
     assert all(
         np.array_equal(a, b) for a, b in zip(before, jax.tree.leaves(nnx.state(instance, nnx.Param)), strict=True)
     )
+
+
+def test_an_instance_of_shapes_takes_weights_and_makes_none():
+    model = shard(nnx.eval_shape(lambda: Net(nnx.Rngs(7))))
+    refuses(lambda: model.init(TX), "head.bias", "nnx.eval_shape", "fully_shard")
+    assert model.abstract_state(TX).params["layers.0.linear.kernel"].shape == (DIM, DIM)
+    params = dict(shard(lambda rngs: Net(rngs)).init(TX).params)
+    refuses(lambda: model.init_from(TX, params), "nnx.eval_shape")  # of the keys and counters of its state
 
 
 class Spy(nnx.Module):

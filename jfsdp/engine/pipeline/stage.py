@@ -203,7 +203,8 @@ class Stage:
         cotangents = [jnp.where(is_any, x, 0) for x in cotangents]
         step, flat = self._program(held, rows, task, self.unread())
         _prepare(step, flat)
-        records = jax.tree.map(_as_key, _take(waiting.saved, row["saved_read"]), self._impls)
+        as_key = lambda x, impl: jax.random.wrap_key_data(x, impl=impl) if impl else x  # noqa: E731
+        records = jax.tree.map(as_key, _take(waiting.saved, row["saved_read"]), self._impls)
         own = self._of_part(waiting.sums, task[0])
         backward = Backward(step, records, own, _own(last))
         if held.first is not None:
@@ -263,10 +264,6 @@ def _from_stage(stage: int, x: jax.Array) -> jax.Array:
 def _numbers(values: Any) -> Any:
     """Return random keys as numbers, which can be zeros."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, values)
-
-
-def _as_key(x: jax.Array, impl: str) -> jax.Array:
-    return jax.random.wrap_key_data(x, impl=impl) if impl else x
 
 
 def _all(own: Any) -> Any:

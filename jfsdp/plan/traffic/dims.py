@@ -70,14 +70,6 @@ def _reduce(eqn: Any, place: int, dim: int, parts: int) -> Goes:
     return SUMMED if dim in axes else dim - sum(axis < dim for axis in axes)
 
 
-def _broadcast(eqn: Any, place: int, dim: int, parts: int) -> Goes:
-    return eqn.params["broadcast_dimensions"][dim] if place == 0 else None
-
-
-def _transpose(eqn: Any, place: int, dim: int, parts: int) -> Goes:
-    return list(eqn.params["permutation"]).index(dim)
-
-
 def _squeeze(eqn: Any, place: int, dim: int, parts: int) -> Goes:
     gone = [d % eqn.invars[0].aval.ndim for d in eqn.params["dimensions"]]
     return dim - sum(d < dim for d in gone)
@@ -97,10 +89,6 @@ def _slice(eqn: Any, place: int, dim: int, parts: int) -> Goes:
 def _update(eqn: Any, place: int, dim: int, parts: int) -> Goes:
     operand, update = eqn.invars[:2]
     return _same(operand.aval, dim, update.aval) if place < 2 else None
-
-
-def _concatenate(eqn: Any, place: int, dim: int, parts: int) -> Goes:
-    return None if dim == eqn.params["dimension"] else dim
 
 
 def _along(eqn: Any, place: int, dim: int, parts: int) -> Goes:
@@ -144,7 +132,7 @@ def _scatter(eqn: Any, place: int, dim: int, parts: int) -> Goes:
 
 _SHAPES: dict[str, Callable[[Any, int, int, int], Goes]] = {
     "reshape": _reshape,
-    "transpose": _transpose,
+    "transpose": lambda eqn, place, dim, parts: list(eqn.params["permutation"]).index(dim),
     "squeeze": _squeeze,
 }
 _RULES: dict[str, Callable[[Any, int, int, int], Goes]] = {
@@ -156,8 +144,8 @@ _RULES: dict[str, Callable[[Any, int, int, int], Goes]] = {
     **dict.fromkeys(("scatter-add", "scatter_add"), _scatter),
     "dynamic_update_slice": _update,
     "dot_general": _dot,
-    "broadcast_in_dim": _broadcast,
-    "concatenate": _concatenate,
+    "broadcast_in_dim": lambda eqn, place, dim, parts: None if place else eqn.params["broadcast_dimensions"][dim],
+    "concatenate": lambda eqn, place, dim, parts: None if dim == eqn.params["dimension"] else dim,
     "gather": _gather,
 }
 _LINEAR = ("neg", "mul", "div", "convert_element_type", "copy")

@@ -74,8 +74,9 @@ def named_gradients(layout: Layout, mesh: Any, tree: ParamTree, grads: Any) -> A
         named = tree.by_name(grads)
     except ValueError as error:
         raise ValueError(
-            f"apply_gradients takes (state, grads, tx), with the tree of gradients that model.grads returns ({error})"
-        ) from error
+            "apply_gradients takes (state, grads, tx), with the tree of gradients that model.grads returns "
+            f"({str(error).partition(', value: ')[0]})"
+        ) from None
     for leaf in layout.leaves:
         shape = jnp.shape(named[leaf.path]) if leaf.path in named else None
         if leaf.trainable and shape not in (leaf.shape, leaf.stored_shape):

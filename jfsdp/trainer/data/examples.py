@@ -111,7 +111,8 @@ class Examples:
         if self.form == "prompt":
             return [(record["prompt"], record["completion"])]
         prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
-        if isinstance(prompt, str) and _is_messages(chosen) and chosen[0]["role"] == "assistant":
+        is_messages = isinstance(chosen, list) and read_messages(chosen)
+        if isinstance(prompt, str) and is_messages and chosen[0]["role"] == "assistant":
             prompt = [{"role": "user", "content": prompt}]
         if chosen == rejected:
             raise ValueError("chosen and rejected are the same, and teach nothing; take the record out")
@@ -191,10 +192,6 @@ class Examples:
 
 def _kind(value: Any) -> str:
     return {str: "a text", list: "a list of messages", type(None): "not there"}.get(type(value), type(value).__name__)
-
-
-def _is_messages(answer: Any) -> bool:
-    return isinstance(answer, list) and bool(read_messages(answer))
 
 
 def _begins_with(messages: Any, prompt: Any) -> bool:
