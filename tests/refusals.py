@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 
-def refuses(call: Callable[[], Any], *facts: object, error: type[Exception] = ValueError) -> Exception:
-    """Assert that a call raises exactly this type of error, and that its message contains each fact; return the error.
+@contextlib.contextmanager
+def refusing(*facts: object, error: type[Exception] = ValueError) -> Iterator[pytest.ExceptionInfo[Exception]]:
+    """Assert that what is inside raises exactly this type of error, and that its message contains each fact.
 
     Args:
-      call: takes no arguments.
       facts: paths, dims, sizes, options, remedies; compared as `str(fact)`.
     """
     with pytest.raises(error) as raised:
+        yield raised
+    assert type(raised.value) is error, raised.value
+    check_facts(str(raised.value), *facts)
+
+
+def refuses(call: Callable[[], Any], *facts: object, error: type[Exception] = ValueError) -> Exception:
+    """Assert of a call what `refusing` does; return the error."""
+    with refusing(*facts, error=error) as raised:
         call()
-    assert type(raised.value) is error
-    message = str(raised.value)
-    missing = [fact for fact in map(str, facts) if fact not in message]
-    assert not missing, f"not in the message: {missing}\n{message}"
     return raised.value
+
+
+@contextlib.contextmanager
+def warning(*facts: object, error: type[Warning] = UserWarning) -> Iterator[None]:
+    """Assert that what is inside warns once or more, and that one of the warnings contains each fact."""
+    with pytest.warns(error) as caught:
+        yield
+    messages = [str(one.message) for one in caught]
+    assert any(all(str(fact) in message for fact in facts) for message in messages), (facts, messages)
+
+
+def check_facts(text: str, *facts: object) -> None:
+    """Assert that a text contains each fact."""
+    missing = [fact for fact in map(str, facts) if fact not in text]
+    assert not missing, f"not in the message: {missing}\n{text}"

@@ -18,7 +18,7 @@ import jfsdp.plan
 import jfsdp.testing
 from jfsdp.arguments import Count, Share, checked
 from jfsdp.launch import runtime
-from tests.refusals import refuses
+from tests.refusals import refuses, refusing
 from tests.sharding import fully_shard
 
 ADAM = optax.adam(1e-2)
@@ -102,11 +102,9 @@ def test_unknown_missing_and_surplus_arguments_are_told_with_those_there_are():
     told = "by_size: got an unexpected keyword argument 'min_parameter'; its arguments are"
     with pytest.raises(TypeError, match=f"^{re.escape(told)} min_parameters$"):
         jfsdp.by_size(1, min_parameter=1)  # type: ignore[call-arg]
-    with pytest.raises(
-        TypeError, match=r"^gather_leaf: missing a required argument: 'path'; its arguments are state, path$"
-    ):
+    with refusing("gather_leaf:", "'path'", error=TypeError):
         jfsdp.checkpoint.gather_leaf(MODEL)  # type: ignore[call-arg,arg-type]
-    with pytest.raises(TypeError, match=r"^by_size: too many positional arguments; its arguments are min_parameters$"):
+    with refusing("by_size:", "min_parameters", error=TypeError):
         jfsdp.by_size(1, 2)  # type: ignore[call-arg]
 
 
@@ -114,7 +112,7 @@ def test_a_checked_class_has_a_checked_constructor_and_public_methods():
     assert str(inspect.signature(jfsdp.LoRA)).startswith("(targets:")
     with pytest.raises(TypeError, match=r"^LoRA: rslora=2 must be True or False$"):
         jfsdp.LoRA(["w"], rslora=2)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"^init: seed=-1 must be a whole number, 0 to 2147483647$"):
+    with refusing("init:", "seed=-1", "0", "2147483647"):
         MODEL.init(ADAM, seed=-1)
 
 

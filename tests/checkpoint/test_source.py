@@ -16,7 +16,7 @@ from jfsdp.checkpoint.foreign.export import write_safetensors
 from jfsdp.checkpoint.source import Recast, cell_of, grid, read_whole
 from jfsdp.checkpoint.store import claimed
 from tests.checkpoint.arrays import Arrays
-from tests.refusals import refuses
+from tests.refusals import refuses, refusing
 from tests.sharding import fully_shard
 
 
@@ -24,7 +24,7 @@ from tests.sharding import fully_shard
 @pytest.mark.parametrize("narrow", [np.float16, ml_dtypes.float8_e4m3fn])
 def test_a_value_beyond_the_range_is_refused_though_others_were_infinite_before(wide, narrow):
     values = np.asarray([1, -np.inf, np.nan, 1e30], wide)
-    with pytest.raises(ValueError, match=r"x: has values up to 1e\+30, beyond the range of"):
+    with refusing("x:", "1e+30"):
         read_whole(Recast(Arrays({"x": values}), {"x": narrow}), "x")
     inside = values[:3]
     cast = read_whole(Recast(Arrays({"x": inside}), {"x": np.float16}), "x")
@@ -51,16 +51,16 @@ def large(tmp_path_factory):
 
 def test_weights_of_ours_are_not_cast_beyond_the_range(large, tmp_path):
     half = fully_shard(lambda rngs: Net(rngs, "float16", 1), min_size=4)
-    with pytest.raises(ValueError, match=r"w: has values up to 1e\+30, beyond the range of float16"):
+    with refusing("w:", "1e+30", "float16"):
         jfsdp.checkpoint.load_pretrained(large, half, optax.sgd(1.0))
-    with pytest.raises(ValueError, match=r"params\.w: has values up to 1e\+30, beyond the range of float16"):
+    with refusing("params.w", "1e+30", "float16"):
         convert(large, tmp_path / "half", casts=["float16"])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_fractions_are_not_made_integers(large):
     whole = fully_shard(lambda rngs: Net(rngs, "int32", 1), min_size=4, frozen=["w"])
-    with pytest.raises(ValueError, match=r"another shape or dtype: w: the checkpoint has \[8, 8\], .* \[8, 8\] int32"):
+    with refusing("[8, 8]", "int32"):
         jfsdp.checkpoint.load_pretrained(large, whole, optax.sgd(1.0))
 
 

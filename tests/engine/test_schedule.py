@@ -3,7 +3,7 @@
 import pytest
 
 from jfsdp.engine.driver.schedule import Prefetch, as_prefetch, frontiers, steady
-from tests.refusals import refuses
+from tests.refusals import refuses, refusing
 
 LIST = ["a", "b", "c", "d"]
 
@@ -53,10 +53,10 @@ def test_what_no_step_can_do_is_refused(ahead, message):
 
 @pytest.mark.parametrize("wrong", [True, "layers", 1.5])
 def test_a_prefetch_that_is_neither_a_depth_nor_lists_is_refused(wrong):
-    with pytest.raises(TypeError, match=r"Prefetch: forward.* must be a whole number, at least 0 or a dict"):
+    with refusing("Prefetch:", "0", error=TypeError):
         as_prefetch(wrong)
     refuses(lambda: as_prefetch(-1), "forward=-1", "at least 0")
-    with pytest.raises(TypeError, match=r"backward\['a'\]='b' must be a list of text"):
+    with refusing("backward['a']", "='b'", error=TypeError):
         Prefetch(backward={"a": "b"})
 
 

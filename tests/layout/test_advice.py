@@ -11,6 +11,7 @@ import jfsdp
 from jfsdp.layout.lint import LayoutWarning, advise
 from jfsdp.layout.strategy import STRATEGIES
 from tests.layout.tables import make_table
+from tests.refusals import warning
 from tests.sharding import fully_shard
 
 
@@ -103,7 +104,7 @@ def test_units_or_whole_or_small_parameters_are_not_told_aloud(options):
 
 
 def test_padding_is_told_aloud_where_it_is_large():
-    with pytest.warns(LayoutWarning, match=r"padding is 50\.0 % of all that is stored, most of it in weight"):
+    with warning("50.0", error=LayoutWarning):
         fully_shard(Net, mesh=jfsdp.make_abstract_mesh({"fsdp": 2048}))  # 1024 stored as 2048
 
 
@@ -117,7 +118,7 @@ class Sharing(nnx.Module):
 
 def test_large_leaves_that_units_share_are_told_with_the_units_and_the_cure():
     options: Any = {"mesh": jfsdp.make_abstract_mesh({"fsdp": 8})}
-    with pytest.warns(LayoutWarning, match=r"1,048,576 parameters that units share .* of blocks\.0, blocks\.1"):
+    with warning("1,048,576", "blocks.0", "blocks.1", error=LayoutWarning):
         fully_shard(Sharing, units=[nnx.Sequential], **options)
     fully_shard(Sharing, units=[nnx.Sequential, Net], **options)
     fully_shard(lambda rngs: Sharing(rngs, 512), units=[nnx.Sequential], **options)

@@ -16,7 +16,7 @@ from jfsdp.layout.lora import MAGNITUDE, A, B, also, find_adapters
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import abstract, make_table
 from tests.models_small import Block, LinenBlock, Tower, linen_tower
-from tests.refusals import refuses
+from tests.refusals import refuses, refusing
 from tests.sharding import fully_shard
 
 LEAVES: dict[str, Any] = {
@@ -191,7 +191,7 @@ def test_a_model_is_wrapped_once_by_each_function_in_either_order():
 
 
 def test_a_leaf_with_an_adapter_is_not_trained_as_it_is_too():
-    with pytest.raises(ValueError, match=r"layers\.up: has an adapter, and lora also 'layers'"):
+    with refusing("layers.up", "'layers'"):
         table(lora("layers.up", also="layers"))
 
 

@@ -22,6 +22,7 @@ from jfsdp.layout.mesh import (
     resolve_sizes,
 )
 from tests.models_small import Block, Tower
+from tests.refusals import refusing, warning
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,7 @@ def test_mesh_of_some_devices_holds_just_those():
 
 
 def test_mesh_that_does_not_match_the_device_count_is_refused():
-    with pytest.raises(ValueError, match=r"mesh .*fsdp=5.* needs .*5 devices, but there are 8"):
+    with refusing("fsdp=5", "5", "8"):
         make_mesh(fsdp=5)
     with pytest.raises(ValueError, match="only one mesh axis may be -1"):
         make_mesh(replica=-1)
@@ -150,7 +151,7 @@ def test_an_axis_that_no_host_holds_is_known(tensor, crosses):
 @pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 def test_activations_between_hosts_are_told(monkeypatch):
     monkeypatch.setattr(mesh_module, "hosts", lambda devices: tuple(range(len(devices))))
-    with pytest.warns(UserWarning, match=r"axis 'tensor' \(size 2\) joins devices of different hosts"):
+    with warning("'tensor'", "size 2"):
         jfsdp.fully_shard(Tower, mesh=make_mesh(fsdp=4, tensor=2), units=[Block])
 
 
@@ -204,13 +205,13 @@ def test_axis_sizes_of_concrete_and_abstract_meshes_agree():
 
 def test_explicit_axes_are_refused():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
-    with pytest.raises(ValueError, match=r"axis 'fsdp' has type Explicit; use jfsdp\.make_mesh"):
+    with refusing("'fsdp'", "jfsdp.make_mesh"):
         axis_sizes(mesh)
 
 
 def test_foreign_axis_names_are_refused():
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    with pytest.raises(ValueError, match="axis 'data' is unknown; the axes are pipe, replica, fsdp, tensor"):
+    with refusing("'data'"):
         axis_sizes(mesh)
 
 
@@ -228,5 +229,5 @@ def test_batch_is_split_over_replica_and_fsdp_only(sizes, num):
 
 
 def test_make_mesh_refuses_an_axis_that_it_does_not_know():
-    with pytest.raises(ValueError, match="axis 'data' is unknown; the axes are pipe, replica, fsdp, tensor"):
+    with refusing("'data'"):
         make_mesh(data=2)

@@ -16,6 +16,7 @@ from jfsdp.train import checks
 from jfsdp.trainer.job import find_job
 from tests import hlo
 from tests.layout.tables import make_table
+from tests.refusals import refusing
 
 LEAVES: dict[str, Any] = {
     "block.w": (64, 64),
@@ -110,7 +111,7 @@ def test_shardings_name_the_memory_and_on_device_does_not():
 
 @pytest.mark.parametrize("offload", [True, "opt_state", {"opt_state": True}])
 def test_an_offload_policy_of_another_kind_is_refused(offload):
-    with pytest.raises(TypeError, match=r"offload.* must be an OffloadPolicy or None"):
+    with refusing("OffloadPolicy", error=TypeError):
         make_table({"w": (64, 64)}, offload=offload)
 
 

@@ -15,7 +15,7 @@ from jfsdp.layout.select import select_leaves
 from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import abstract, make_table
-from tests.refusals import refuses
+from tests.refusals import refuses, refusing
 from tests.ways import WAYS
 
 W, F, R, A, S = (), ("fsdp",), ("replica",), ("replica", "fsdp"), ("fsdp", "replica")
@@ -136,11 +136,9 @@ FSDP_ONLY = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
 
 
 def test_an_axis_given_by_hand_must_be_in_the_mesh():
-    with pytest.raises(
-        ValueError, match=r"strategy: 'own' splits opt over axis 'replica', which the mesh lacks; its axes are fsdp"
-    ):
+    with refusing("strategy:", "'own'", "'replica'"):
         make_table(LEAVES, Strategy("own", F, F, A), FSDP_ONLY)
-    with pytest.raises(ValueError, match=r"block\.w: .* splits param over axis 'replica', which the mesh lacks"):
+    with refusing("block.w", "'replica'"):
         place({"block.w": P("replica")}, mesh=FSDP_ONLY)
 
 
@@ -321,7 +319,7 @@ def test_placements_that_cannot_be_had_are_refused(case):
 
 
 def test_a_selector_of_another_type_is_refused():
-    with pytest.raises(TypeError, match=r"placements 3 is neither a path glob, .* a predicate f\(path"):
+    with refusing("placements 3", error=TypeError):
         place({3: "ddp"})
 
 
@@ -341,9 +339,7 @@ def test_a_leaf_that_a_unit_keeps_for_its_backward_may_be_placed_so():
 
 
 def test_ignored_and_placed_is_refused():
-    with pytest.raises(
-        ValueError, match=r"block\.w: placements 'block' \(Ignore\(\)\) and 'block\.w' \('ddp'\) collide"
-    ):
+    with refusing("block.w", "'block'", "(Ignore())", "'block.w'"):
         place({"block.w": "ddp"}, ignored="block")
 
 
@@ -365,7 +361,7 @@ def test_a_selector_that_chooses_nothing_lists_the_parameters(what):
     leaves = {f"block.{number}": abstract((2,)) for number in range(20)}
     with pytest.raises(ValueError, match=rf"{what} 'head' matches no parameter; .* block\.11, \.\.\. \(20 in all\)"):
         select_leaves(what, "head", leaves, {})
-    with pytest.raises(ValueError, match=r"classes of variables: none, in flax\.linen"):
+    with refusing("flax.linen"):
         select_leaves(what, Weight, leaves, {})
     assert select_leaves(what, None, leaves, {}) == select_leaves(what, [], leaves, {}) == {}
 

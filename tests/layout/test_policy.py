@@ -8,6 +8,7 @@ import pytest
 
 from jfsdp.layout.policy import SaveNames, UnitPolicy, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
+from tests.refusals import refusing
 from tests.ways import WAYS
 
 UNITS = ("", "embed", "layers.0", "layers.1", "head")
@@ -73,7 +74,7 @@ def test_overrides_that_contradict_each_other_are_refused_and_others_add_up():
 
 
 def test_overrides_that_say_nothing_are_refused():
-    with pytest.raises(ValueError, match="per_unit 'head' says nothing; give one of mp_policy, reshard_after_forward"):
+    with refusing("per_unit", "'head'", "mp_policy", "reshard_after_forward"):
         resolve(per_unit={"head": {}})
 
 
@@ -84,25 +85,18 @@ def test_an_override_may_reset_to_the_default():
 
 
 def test_a_glob_that_matches_no_unit_lists_the_units():
-    with pytest.raises(
-        ValueError, match=r"per_unit 'layer\.\*' matches no unit; the units are '', 'embed', 'layers.0'"
-    ):
+    with refusing("per_unit", "'layer.*'", "''", "'embed'", "'layers.0'"):
         resolve(per_unit={"layer.*": {"remat": "dots"}})
 
 
 def test_an_unknown_setting_lists_the_settings():
-    with pytest.raises(
-        ValueError, match="'prefetch' is unknown; the settings are mp_policy, reshard_after_forward, remat"
-    ):
+    with refusing("'prefetch'", "mp_policy", "reshard_after_forward"):
         resolve(per_unit={"head": {"prefetch": 2}})
 
 
 @pytest.mark.parametrize("remat", ["some", "", "FULL"])
 def test_an_unknown_remat_lists_the_remats(remat):
-    with pytest.raises(
-        ValueError,
-        match=r"unit 'embed': remat .* is unknown; use none, full, dots, a tuple of names, jfsdp\.SaveNames, or a",
-    ):
+    with refusing("'embed'", "jfsdp.SaveNames"):
         resolve(remat=remat)
 
 
@@ -135,7 +129,7 @@ def test_fewer_than_one_device_are_refused(value):
 
 @pytest.mark.parametrize("value", [1.0, "yes", (2,)])
 def test_resharding_to_what_is_no_number_is_refused(value):
-    with pytest.raises(ValueError, match=r"reshard_after_forward=.* is not None, True, False, 'node' or"):
+    with refusing("reshard_after_forward=", "'node'"):
         resolve(reshard=value)
 
 
@@ -144,9 +138,7 @@ def unknown() -> int:
 
 
 def test_node_needs_to_know_how_many_devices_share_a_host():
-    with pytest.raises(
-        ValueError, match=r"unit 'embed': reshard_after_forward='node' .* nobody knows .*; pass reshard_"
-    ):
+    with refusing("'embed'", "reshard_after_forward='node'", "reshard_"):
         resolve("node", node_size=unknown)
 
 
@@ -172,7 +164,7 @@ def test_names_that_are_no_names_are_refused(field, names):
 
 
 def test_names_both_saved_and_offloaded_are_refused():
-    with pytest.raises(ValueError, match=r"SaveNames: b, c cannot be both saved and offloaded"):
+    with refusing("SaveNames:"):
         SaveNames(("a", "b", "c"), ("c", "b", "d"))
 
 
@@ -194,7 +186,7 @@ def test_a_remat_of_another_kind_is_refused(remat, told):
 
 
 def test_names_of_nothing_are_refused():
-    with pytest.raises(ValueError, match=r"SaveNames\(\) names nothing; .* remat='full'"):
+    with refusing("SaveNames()", "remat='full'"):
         SaveNames()
 
 

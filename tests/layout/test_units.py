@@ -8,6 +8,7 @@ from flax import nnx
 
 from jfsdp.layout.units import ROOT, Unit, UnitInfo, by_size, resolve_units
 from jfsdp.modules.nnx import NNXModel
+from tests.refusals import refusing
 
 
 class Mlp(nnx.Module):
@@ -224,7 +225,7 @@ def test_a_stated_number_of_layer_dims_outranks_the_guess():
 
 
 def test_more_layer_dims_than_a_leaf_has_are_refused():
-    with pytest.raises(ValueError, match=r"blocks\.0\..*: shape \(\d+,\) has no 2 layer dims; lower stacked=2"):
+    with refusing("blocks.0", "no 2", "stacked=2"):
         resolve(Net, Unit(Block, stacked=2))
 
 
@@ -246,7 +247,7 @@ def test_a_choice_that_matches_nothing_lists_classes_and_paths(match):
 
 
 def test_a_long_list_of_paths_is_cut_and_counted():
-    with pytest.raises(ValueError, match=r"paths: 0, 1, 2, .*, 11, \.\.\. \(60 in all\)$"):
+    with refusing("paths:", "0", "1", "2", "11", "60"):
         resolve(lambda rngs: nnx.List([Block(rngs) for _ in range(12)]), "none")
 
 

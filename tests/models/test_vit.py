@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 from jfsdp_models import losses, vit, vit_config  # pyright: ignore[reportMissingImports] (installed as an import hook)
+from tests.refusals import refusing
 
 SMALL = vit.ViTConfig(
     image_size=8,
@@ -226,7 +227,7 @@ def test_bfloat16_weights_keep_activations_in_bfloat16(variant):
 
 
 def test_images_of_another_shape_are_refused():
-    with pytest.raises(ValueError, match=r"images \(1, 8, 8, 3\) are not \[B 8 8 2\]; set image_size= and channels="):
+    with refusing("1", "8", "3", "[B 8 8 2]", "image_size=", "channels="):
         make_model()(jnp.zeros((1, 8, 8, 3)))
 
 

@@ -21,6 +21,7 @@ from tests.modules.parity import (
     tokens,
     train_sharded,
 )
+from tests.refusals import refusing
 from tests.thin import thin
 
 
@@ -86,7 +87,7 @@ def test_other_methods_than_call_by_name_by_function_and_as_attributes():
 
 def test_what_is_neither_a_method_nor_a_field_is_said_to_be_none():
     model = shard(Seq2Seq(), (SENTENCE, SENTENCE))
-    with pytest.raises(AttributeError, match="Seq2Seq has neither a method nor a field 'encoder'"):
+    with refusing("Seq2Seq", "'encoder'", error=AttributeError):
         train_sharded(model, lambda model, batch: model.encoder(batch["source"]).mean(), [PAIR])
 
 

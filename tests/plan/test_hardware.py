@@ -6,7 +6,7 @@ import pytest
 
 from jfsdp.plan.cluster.hardware import GPUS, Cluster, find_gpu, host_bandwidth, link_bandwidth, matmul_rate
 from jfsdp.trainer.run.metrics import peak_flops
-from tests.refusals import refuses
+from tests.refusals import refuses, refusing
 
 MIB = 2**20
 SIZES = [2**power for power in range(10, 35)]
@@ -41,7 +41,7 @@ def test_names_and_aliases_are_unique_and_found_in_any_case():
 
 
 def test_an_unknown_gpu_is_refused_with_the_closest_name_first():
-    with pytest.raises(ValueError, match=r"no GPU is called 'h10O'; there are h100, .*rtx4090"):
+    with refusing("GPU", "'h10O'", "h100", "rtx4090"):
         find_gpu("h10O")
     with pytest.raises(ValueError, match=r"there are a100-80, a100-40, "):
         find_gpu("???")
@@ -76,7 +76,7 @@ def test_a_file_that_describes_no_gpu_is_refused(tmp_path, text, facts):
 
 
 def test_an_unknown_dtype_is_refused():
-    with pytest.raises(ValueError, match=r"h100: no FLOP/s known for dtype 'int4'; known are bfloat16"):
+    with refusing("h100:", "FLOP/s", "'int4'", "bfloat16"):
         find_gpu("h100").peak_flops("int4")
 
 

@@ -17,6 +17,7 @@ from jfsdp.plan.cluster.target import (
     topology_devices,
 )
 from tests import hlo
+from tests.refusals import refusing
 from tests.thin import thin
 
 
@@ -88,17 +89,17 @@ def installed(**versions):
 
 
 def test_a_missing_plugin_is_refused_with_what_to_install():
-    with pytest.raises(PlanUnavailable, match=r"found jax-cuda12-plugin missing, .* nvidia-cudnn-cu12$"):
+    with refusing("jax-cuda12-plugin", "nvidia-cudnn-cu12", error=PlanUnavailable):
         require_gpu_compiler(installed(jaxlib="0.10.2"))
 
 
 def test_a_plugin_of_another_version_is_refused_with_both_versions():
     others = installed(jaxlib="0.10.2", jax_cuda12_plugin="0.10.1", jax_cuda12_pjrt="0.10.2")
-    with pytest.raises(PlanUnavailable, match=r"jaxlib, 0.10.2; found jax-cuda12-plugin 0.10.1, .*plugin==0.10.2'"):
+    with refusing("0.10.2", "jax-cuda12-plugin", "0.10.1", "plugin==0.10.2", error=PlanUnavailable):
         require_gpu_compiler(others)
     # JAX compares every number: a plugin 0.12.0 does not serve jaxlib 0.12.0.1.
     near = installed(jaxlib="0.12.0.1", jax_cuda13_plugin="0.12.0", jax_cuda13_pjrt="0.12.0")
-    with pytest.raises(PlanUnavailable, match=r"found jax-cuda13-plugin 0.12.0, jax-cuda13-pjrt 0.12.0"):
+    with refusing("jax-cuda13-plugin", "0.12.0", "jax-cuda13-pjrt", error=PlanUnavailable):
         require_gpu_compiler(near)
 
 

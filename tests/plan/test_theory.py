@@ -18,6 +18,7 @@ from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.plan.hlo.parse import Shape, hlo_dtype
 from jfsdp.plan.traffic.ledger import make_ledger
 from jfsdp.trainer.job import find_job
+from tests.refusals import refusing
 from tests.steps import fully_shard, spec_of
 
 NUM, GROUP, MICROBATCHES = 64, 8, 4
@@ -260,7 +261,7 @@ def test_a_unit_that_is_called_twice_moves_twice():
 
 
 def test_calls_of_an_unknown_unit_are_refused():
-    with pytest.raises(ValueError, match="calls: unit 'layer' is unknown; the units are '', 'layers'"):
+    with refusing("calls:", "'layer'", "''", "'layers'"):
         moves_of(layout(), calls={"layer": 2})
 
 

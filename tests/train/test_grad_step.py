@@ -12,6 +12,7 @@ from flax import linen, nnx
 import jfsdp
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
+from tests.refusals import refusing
 from tests.states import logical
 from tests.steps import fully_shard
 from tests.thin import thin
@@ -140,16 +141,14 @@ def test_a_gan_with_two_optimizers_equals_one_device(form):
 
 
 def test_what_two_optimizers_train_is_said_and_found():
-    with pytest.raises(ValueError, match=r"alternate: generator= takes .*'generator\.\*\*'"):
+    with refusing("alternate:", "generator=", "'generator.**'"):
         jfsdp.optim.alternate(generator=optax.adam(1e-2))  # type: ignore[arg-type]
     for selectors in ("", [], None):
         with pytest.raises(ValueError, match=r"alternate: one= takes .*'one\.\*\*'"):
             jfsdp.optim.alternate(one=(selectors, optax.adam(1e-2)))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"^alternate: one= 3 is neither a path glob"):
+    with refusing("alternate:", "one=", "3", error=TypeError):
         shard("auto", Gan, 4).init(jfsdp.optim.alternate(one=(3, optax.adam(1e-2))))  # type: ignore[arg-type]
-    with pytest.raises(
-        ValueError, match=r"^alternate: one= 'generatr\.\*\*' matches no parameter; .*generator\.layers"
-    ):
+    with refusing("alternate:", "one=", "'generatr.**'", "generator.layers"):
         shard("auto", Gan, 4).init(jfsdp.optim.alternate(one=("generatr.**", optax.adam(1e-2))))
 
 
@@ -160,11 +159,9 @@ def test_an_optimizer_is_given_what_apply_gradients_is():
     for _ in range(3):
         state = model.apply_gradients(state, grads, tx, value=metrics["loss"])
     assert float(state.opt_state[1].scale) < 1
-    with pytest.raises(ValueError, match=r"apply_gradients: this tx takes no only=, and would ignore it; leave it out"):
+    with refusing("apply_gradients:", "only="):
         model.apply_gradients(state, grads, tx, value=metrics["loss"], only="first")
-    with pytest.raises(
-        ValueError, match=r"apply_gradients: this tx takes no value=, and would ignore it; leave it out"
-    ):
+    with refusing("apply_gradients:", "value="):
         model.apply_gradients(model.init(TX), grads, TX, value=metrics["loss"])
     with pytest.raises(ValueError, match=r"reduce_on_plateau failed .*value"):
         model.apply_gradients(state, grads, tx)

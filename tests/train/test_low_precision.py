@@ -13,6 +13,7 @@ import jfsdp
 from jfsdp.train.update.low_precision import round_stochastically
 from tests import reference
 from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.refusals import refusing
 from tests.sharding import fully_shard
 from tests.thin import thin
 from tests.ways import WAYS
@@ -128,7 +129,7 @@ def test_states_in_bfloat16_take_half_the_bytes():
 
 
 def test_low_precision_is_refused_for_other_dtypes_and_without_parameters():
-    with pytest.raises(ValueError, match="'float16' is not supported; use 'bfloat16'"):
+    with refusing("'float16'", "'bfloat16'"):
         jfsdp.optim.low_precision_state(optax.adam(RATE), "float16")
     tx = jfsdp.optim.low_precision_state(optax.adam(RATE))
     with pytest.raises(ValueError, match="needs the parameters"):
@@ -191,9 +192,7 @@ AFTER = {
 @pytest.mark.parametrize("place", AFTER)
 def test_averages_of_updates_that_are_changed_afterwards_are_refused(place):
     model, tx = make(), AFTER[place]
-    with pytest.raises(
-        ValueError, match=r"^track_ema is not last: .* say optax\.chain\(\.\.\., jfsdp\.optim\.track_ema\(decay\)\)"
-    ):
+    with refusing("track_ema", "optax.chain", "jfsdp.optim.track_ema(decay"):
         model.train_step(mean_loss, tx)
     state, grads, _ = model.grads(mean_loss)(model.init(tx), make_batches(1, rows=24)[0])
     with pytest.raises(ValueError, match=r"^track_ema is not last"):
@@ -213,5 +212,5 @@ def test_averages_are_refused_where_they_cannot_be():
     with pytest.raises(ValueError, match="needs the parameters"):
         jfsdp.optim.track_ema(0.9).update({}, jfsdp.optim.track_ema(0.9).init({}))
     for tx in (optax.sgd(RATE), optax.chain(jfsdp.optim.track_ema(0.9), jfsdp.optim.track_ema(0.99))):
-        with pytest.raises(ValueError, match=r"keeps [02] sets of averages; put one jfsdp\.optim\.track_ema"):
+        with refusing("jfsdp.optim.track_ema"):
             jfsdp.optim.with_ema(make().init(tx))

@@ -10,6 +10,7 @@ from jfsdp.layout.layout import Layout
 from jfsdp.layout.strategy import STRATEGIES
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.resolve import check_needs
+from tests.refusals import refusing
 from tests.sharding import fully_shard
 
 BF16 = jfsdp.MixedPrecisionPolicy("bfloat16", "bfloat16")
@@ -48,5 +49,5 @@ def test_only_zero1_reduces_last_unless_asked(strategy):
 
 @pytest.mark.parametrize("norm", ["a", 0, -1.0])
 def test_a_norm_to_clip_to_is_a_positive_number(norm):
-    with pytest.raises(ValueError, match=r"max_grad_norm=.* must be a positive number, or None"):
+    with refusing("max_grad_norm="):
         StepConfig(max_grad_norm=norm)

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import jfsdp
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.roles import Kind, abstract_opt_state, place
+from tests.refusals import refusing
 from tests.sharding import fully_shard
 from tests.ways import WAYS
 
@@ -120,7 +121,7 @@ def test_a_state_of_another_optimizer_is_refused_with_what_differs():
     model = fully_shard(Leaves, min_size=8)
     state = model.init(optax.sgd(1e-3))
     step = model.train_step(lambda model, batch: (model.even[...] ** 2).sum(), optax.adam(1e-3))
-    with pytest.raises(ValueError, match=r"another optimizer .* 13 arrays differ \(opt_state\.0\.count: the state has"):
+    with refusing("13", "opt_state.0.count"):
         step(state, np.ones((8, 1), np.float32))
 
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from jfsdp.trainer.data import lanes
 from jfsdp.trainer.data.pipeline import make_eval_iterator, make_train_iterator
 from jfsdp.trainer.data.tokens import DataConfig, open_data
+from tests.refusals import refusing
 from tests.thin import thin
 
 NUM_DOCUMENTS = 12
@@ -199,7 +200,7 @@ def test_state_of_other_data_or_of_the_other_split_raises(one_row_documents, une
     held_out = make_eval_iterator(open_data(_config(one_row_documents)), batch_size=1)
     with pytest.raises(ValueError, match="in other data: data was"):
         other.set_state(train.get_state())
-    with pytest.raises(ValueError, match="in other data: split was 'train', is 'eval'"):
+    with refusing("'train'", "'eval'"):
         held_out.set_state(train.get_state())
     with pytest.raises(ValueError, match="version 0"):
         train.set_state(train.get_state() | {"version": 0})
@@ -308,7 +309,7 @@ def test_more_processes_than_documents_share_them(one_row_documents):
 
 def test_evaluation_without_held_out_documents_raises_with_remedy(one_row_documents):
     data = open_data(_config(one_row_documents, eval_fraction=0))
-    with pytest.raises(ValueError, match="no documents are held out; set eval_fraction above 0"):
+    with refusing("eval_fraction", "0"):
         make_eval_iterator(data, batch_size=1)
 
 

@@ -4,13 +4,12 @@ import dataclasses
 
 import grain
 import numpy as np
-import pytest
 
 from examples import vit
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.source import open_source, source_of
-from tests.refusals import refuses
+from tests.refusals import refuses, refusing
 
 CONFIG = TrainConfig(model=None, factory="examples.vit:job")
 
@@ -64,7 +63,7 @@ def test_a_restored_iterator_goes_on_with_the_next_batch_in_any_number_of_proces
         for one in restored:
             one.set_state(*states)
         assert all(np.array_equal(a, b) for a, b in zip(read(restored, 3), wanted, strict=True)), num
-    with pytest.raises(ValueError, match=r"global_batch was 8, is 16.*--restart-data"):
+    with refusing("global_batch", "was 8", "16", "--restart-data"):
         rows.train_batches(**shares(1, 16)[0]).set_state(*states)
 
 

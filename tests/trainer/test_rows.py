@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from jfsdp.trainer.data.documents import INPUT, PADDING, START
 from jfsdp.trainer.data.pipeline import RowEnds, make_eval_iterator, make_train_iterator
 from jfsdp.trainer.data.tokens import DataConfig, open_data
+from tests.refusals import refusing
 
 
 def num_runs(segment_ids):
@@ -82,5 +83,5 @@ def test_evaluation_sees_every_document_under_a_bound(short_documents):
 
 
 def test_a_bound_that_leaves_no_room_is_refused():
-    with pytest.raises(ValueError, match="documents_per_row=1: must be at least 2, or None"):
+    with refusing("documents_per_row=1", "2"):
         DataConfig("stdlib", documents_per_row=1)

@@ -16,6 +16,7 @@ from jfsdp.checkpoint.foreign import export
 from jfsdp.checkpoint.foreign.export import row_cell, write_safetensors
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import grid, read_whole
+from tests.refusals import refusing
 
 SHAPES = {
     "scalar": (),
@@ -256,7 +257,7 @@ def test_a_dtype_changes_floating_arrays_alone(tmp_path, dtype):
 
 def test_a_value_beyond_the_range_is_refused_and_nothing_stays(tmp_path):
     arrays = {"a": np.zeros(3, np.float32), "w": np.full((2, 2), 1e5, np.float32)}
-    with pytest.raises(ValueError, match=r"w: has values up to 1e\+05, beyond the range of float16"):
+    with refusing("w:", "1e+05", "float16"):
         write_safetensors(Arrays(arrays), tmp_path / "out", dtype="float16")
     assert os.listdir(tmp_path) == []
     arrays["w"][0, 0] = np.inf
@@ -273,13 +274,13 @@ def test_nothing_is_overwritten(tmp_path):
 
 def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
-    with pytest.raises(OSError, match=r"needs about 1,196,406 bytes, 10 are free; nothing was written"):
+    with refusing("1,196,406", "10", error=OSError):
         write_safetensors(Arrays(make_arrays()), tmp_path / "new" / "out")
     assert os.listdir(tmp_path) == []
 
 
 def test_what_cannot_be_written_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="w: has dtype complex64, which safetensors lacks"):
+    with refusing("w:", "complex64"):
         write_safetensors(Arrays({"w": np.zeros(2, np.complex64)}), tmp_path / "out")
     for dtype, words in (("int8", "dtype 'int8' does not hold weights"), ("int4096", "dtype 'int4096' is unknown")):
         for arrays in (make_arrays(), {"counts": np.zeros(2, np.int32)}):
@@ -326,5 +327,5 @@ def test_an_array_that_the_index_does_not_name_is_there_but_not_one_of_another_f
     make.write_text(
         json.dumps({"weight_map": {"one": "one.safetensors", "two": "two.safetensors", "inv_freq": "one.safetensors"}})
     )
-    with pytest.raises(ValueError, match=r"two\.safetensors: .*of another file: inv_freq"):
+    with refusing("two.safetensors", "inv_freq"):
         SafetensorsSource(tmp_path)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from jfsdp.checkpoint.foreign.torch_names import _DTYPES, plain_name
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.source import Index, Source, read_whole
-from tests.refusals import refuses
+from tests.refusals import refuses, refusing
 
 WRITER = Path(__file__).with_name("torch_writer.py")
 
@@ -127,7 +127,7 @@ def test_only_the_chunks_that_a_slice_overlaps_are_read(rows, ranks, saved, expe
         file.write_bytes(noise)
     part = source.read("embed.weight", (rows, slice(0, 6)))
     assert part.tobytes() == expected["embed.weight"][rows].tobytes()
-    with pytest.raises(ValueError, match=r"dcp: cannot be read, it is damaged or of another format") as error:
+    with refusing("dcp:") as error:
         read_whole(source, "layers.0.weight")
     assert "weights_only" not in str(error.value), "torch's advice to unpickle without restriction was passed on"
 
