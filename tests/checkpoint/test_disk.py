@@ -61,7 +61,7 @@ def test_a_disk_that_fills_up_while_writing_costs_that_save_alone(place, run, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(where, name, fail)
-        with pytest.raises(OSError, match=r"No space left on device\); it needs about [\d,]+ bytes; earlier") as told:  # noqa: PT012
+        with refusing("No space left on device", "bytes", "earlier", error=OSError) as told:
             run.save(2, state_of(2))
             run.wait()
     assert told.value.errno == errno.ENOSPC and told.value.filename == str(run.directory)
@@ -227,7 +227,7 @@ def test_a_writer_in_another_process_is_named_and_its_end_frees_the_run(other_pr
 def test_one_checkpoint_is_not_written_by_two_at_once(other_process, tmp_path):
     """The second would take the first one's files away, and both would end up in one directory."""
     first = other_process("save", tmp_path / "c")
-    with pytest.raises(ValueError, match=f"checkpoint .*/c: is being written by process {first.pid} on "):
+    with refusing("/c", f"process {first.pid}"):
         jfsdp.checkpoint.save(tmp_path / "c", state_of(1))
     first.kill()
     first.wait()
@@ -341,7 +341,7 @@ def test_a_lock_on_a_full_disk_is_held_without_a_name(tmp_path):
         lock = Lock(tmp_path / "lock", "x is held by", "or go")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-    with pytest.raises(ValueError, match="x is held by another process; wait for it, or go"):
+    with refusing("x is held by", "or go"):
         Lock(tmp_path / "lock", "x is held by", "or go")
     lock.release()
     assert not list(tmp_path.iterdir())

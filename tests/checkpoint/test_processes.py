@@ -132,7 +132,7 @@ def test_a_full_disk_in_one_process_is_an_error_in_all_and_the_run_goes_on(proce
 def test_what_one_process_cannot_write_beside_a_state_is_an_error_in_all(processes, tmp_path):
     processes.start(f"{HERE}:save_unwritable_extra", str(tmp_path / "c"))
     for raised in processes.results(timeout_s=60):
-        assert isinstance(raised, Raised) and "extra: Object of type set is not JSON serializable" in str(raised)
+        assert isinstance(raised, Raised) and "extra: Object of type set" in str(raised)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -83,5 +83,5 @@ def test_a_save_that_fails_while_a_program_ends_is_told(tmp_path):
     command = [sys.executable, "-c", UNCLOSED, str(tmp_path / "run"), "fail"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1 and "KeyError: 'mine'" in done.stderr
-    assert "jfsdp: the last checkpoint was not written: no such luck" in done.stderr
+    assert "not written: no such luck" in done.stderr
     assert jfsdp.checkpoint.Checkpointer(tmp_path / "run").steps() == []

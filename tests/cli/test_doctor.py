@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jfsdp.cli import main
+from tests.refusals import check_facts
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def test_flags_that_end_jax_do_not_end_the_doctor(monkeypatch, capsys):
     monkeypatch.setenv("XLA_FLAGS", "--xla_no_such_flag=1")
     assert main(["doctor", "--json"]) == 1
     report = json.loads(capsys.readouterr().out)
-    assert report["findings"][0]["text"] == "JAX ends at its start: Unknown flag in XLA_FLAGS: --xla_no_such_flag=1"
+    assert "--xla_no_such_flag=1" in report["findings"][0]["text"]
     assert report["backend"] == "cpu"
 
 
@@ -51,4 +52,4 @@ def test_one_process_alone_is_examined_as_a_run_of_several(capsys, tmp_path):
 @pytest.mark.parametrize("option", [["--mesh", "fsdp=8"], ["--run-dir", "."], ["--timeout", "60"]])
 def test_what_is_for_several_processes_is_refused_without_them(option, capsys):
     assert main(["doctor", *option]) == 2
-    assert f"{option[0]} goes with --processes: add that, or leave it out" in capsys.readouterr().err
+    check_facts(capsys.readouterr().err, option[0], "--processes")

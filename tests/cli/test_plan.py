@@ -16,7 +16,7 @@ from jfsdp.plan.plan import EagerComputation
 from jfsdp.plan.search.search import Candidate, Outcome, Search
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.parse import read_fields
-from tests.refusals import refuses
+from tests.refusals import check_facts, refuses
 
 TINY = ("--model", "llama-tiny", "--seq-len", "128")
 KEYS = (
@@ -69,7 +69,7 @@ def test_plan_and_audit_know_what_goes_over_tensor(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["own_ratio"] == pytest.approx(1, abs=5e-3)
     assert main(["audit", str(path), *options]) == 0
-    assert "more on the wire are the model's own, over tensor:" in " ".join(capsys.readouterr().out.split())
+    check_facts(capsys.readouterr().out, "own", "over tensor")
     assert main(["audit", str(path), *options, "--remat", "none", "--json"]) == 4
     assert "activations" in {one["trap"] for one in json.loads(capsys.readouterr().out)["findings"]}
 
@@ -98,7 +98,7 @@ def test_a_recipe_gives_defaults_and_options_override_it(capsys):
 
 def test_an_analytic_plan_says_whether_the_state_fits(capsys):
     assert main(["plan", "--recipe", "llama-8b", "--strategy", "ddp", "--analytic"]) == 3
-    assert "DOES NOT FIT: the state needs 89.75 GiB of 76" in capsys.readouterr().out
+    assert "89.75 GiB of 76" in capsys.readouterr().out
     assert main(["plan", *TINY, "--analytic"]) == 0
     assert "DOES NOT" not in (out := capsys.readouterr().out) and "the state fits" in out
 
@@ -209,7 +209,7 @@ def test_a_search_is_printed_in_100_columns_and_what_was_not_planned_in_a_line_p
         next(line for line in table if line.startswith("1 failed: RuntimeError: much") and line.endswith(" ...")),
     ]
     text = "\n".join(table)
-    assert "xla=experimental_parallel_collective_overlap_limit=" in text
+    assert "parallel_collective_overlap_limit=" in text
     assert [line[:49].strip() for line in table if "tensor=2" in line] == [
         "replica=2,fsdp=16,tensor=2 as given",
         "replica=2,fsdp=16,tensor=2 opt_over=replica,fsdp",

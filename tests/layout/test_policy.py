@@ -103,9 +103,9 @@ def test_an_unknown_remat_lists_the_remats(remat):
 @pytest.mark.parametrize("value", [True, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "kept"])
 def test_resharding_under_a_strategy_that_keeps_parameters_whole_is_refused(strategy, value):
-    with pytest.raises(ValueError, match=f"reshard_after_forward={value} contradicts strategy '{strategy}'"):
+    with refusing(f"reshard_after_forward={value}", f"'{strategy}'"):
         resolve(strategy, reshard=value)
-    with pytest.raises(ValueError, match=f"unit 'head': reshard_after_forward={value} contradicts .* '{strategy}'"):
+    with refusing("unit 'head'", f"reshard_after_forward={value}", f"'{strategy}'"):
         resolve(strategy, per_unit={"head": {"reshard_after_forward": value}})
     assert not resolve(strategy, reshard=False)["head"].reshard_after_forward
 
@@ -123,7 +123,7 @@ def test_resharding_to_one_device_is_not_resharding(strategy):
 
 @pytest.mark.parametrize("value", [0, -1, -8])
 def test_fewer_than_one_device_are_refused(value):
-    with pytest.raises(ValueError, match=rf"unit \(root\): reshard_after_forward={value} must be at least 1 device"):
+    with refusing("(root)", f"reshard_after_forward={value}", "at least 1"):
         resolve(reshard=value)
 
 
@@ -159,7 +159,7 @@ def test_names_to_save_are_kept_as_a_tuple(field):
 @pytest.mark.parametrize("field", ["save", "offload"])
 @pytest.mark.parametrize("names", ["attention", None, 3, ("a", 1)])
 def test_names_that_are_no_names_are_refused(field, names):
-    with pytest.raises(TypeError, match=rf"SaveNames: {field}(=.* must be a list of text|\[1\]=1 must be text)"):
+    with refusing(f"SaveNames: {field}", "text", error=TypeError):
         SaveNames(**{field: names})
 
 
@@ -220,7 +220,7 @@ def test_dtypes_are_kept_as_names(given, kept):
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
 @pytest.mark.parametrize("dtype", ["int8", "bf16", "float64", "float", object()])
 def test_an_unknown_dtype_lists_the_dtypes(field, dtype):
-    with pytest.raises(ValueError, match=f"{field} .* is not one of float32, bfloat16, float16"):
+    with refusing(field, "float32, bfloat16, float16"):
         MixedPrecisionPolicy(**{field: dtype})
 
 

@@ -20,6 +20,7 @@ from jfsdp.plan.cluster.doctor import (
     probe_jax,
     report_to_dict,
 )
+from tests.refusals import check_facts
 
 VERSIONS = dict.fromkeys(SHOWN) | {
     "jfsdp": "0.2.0",
@@ -148,7 +149,7 @@ def test_an_idle_gpu_is_a_problem_that_names_what_hides_it():
     cpu = Probe("cpu", ("cpu",))
     assert only(probe=cpu, env={"JAX_PLATFORMS": "cpu"}).text == "hides this machine's GPU"
     assert only(probe=cpu, env={"CUDA_VISIBLE_DEVICES": ""}).topic == "CUDA_VISIBLE_DEVICES"
-    assert only(probe=cpu).remedy == "in the clone of jfsdp: pip install '.[cuda12]' -c constraints.txt"
+    check_facts(only(probe=cpu).remedy, "pip install", ".[cuda12]")
 
 
 def test_a_library_path_that_hides_the_wheels_cuda_is_a_note():
@@ -192,7 +193,7 @@ def test_an_unknown_flag_is_named_although_it_ends_every_process_of_jax(platform
     """Without a platform, the CUDA plugin complains first where there is no driver; that is not what ends JAX."""
     env = os.environ | {"XLA_FLAGS": "--xla_no_such_flag=1", "JAX_PLATFORMS": platforms}
     probe = probe_jax(env, timeout_s=120)
-    assert probe.error == "Unknown flag in XLA_FLAGS: --xla_no_such_flag=1"
+    check_facts(probe.error, "XLA_FLAGS", "--xla_no_such_flag=1")
     assert probe.backend, "asked again without the flag"
     finding = only(probe=probe)
     assert finding.severity is Severity.PROBLEM and finding.topic == "XLA_FLAGS"
@@ -200,12 +201,12 @@ def test_an_unknown_flag_is_named_although_it_ends_every_process_of_jax(platform
 
 def test_a_bad_value_of_a_flag_is_named():
     probe = probe_jax(os.environ | {"XLA_FLAGS": "--xla_gpu_autotune_level=abc"}, timeout_s=120)
-    assert "interpret value abc for flag xla_gpu_autotune_level" in probe.error
+    check_facts(probe.error, "abc", "xla_gpu_autotune_level")
 
 
 def test_a_backend_that_hangs_is_given_up_and_reported():
     probe = probe_jax(os.environ, timeout_s=0.01)
-    assert probe.timed_out and only(probe=probe).text == "JAX did not list its devices within 0.01 s"
+    assert probe.timed_out and "0.01 s" in only(probe=probe).text
 
 
 def test_this_machine_is_read_and_reported_as_plain_data(monkeypatch):

@@ -28,7 +28,7 @@ from jfsdp.trainer.parse import read_fields, write
 from jfsdp.trainer.recipes import load_recipe
 from jfsdp.trainer.run.config import TrainConfig
 from tests.options import changed, made
-from tests.refusals import refuses
+from tests.refusals import check_facts, refuses
 
 NODE, TWO_NODES = Cluster(find_gpu("h100")), Cluster(find_gpu("h100"), 2)
 TINY = made(StepOptions, model="llama-tiny", seq_len=64)
@@ -201,7 +201,7 @@ def test_state_that_does_not_fit_is_not_compiled():
     result = search(made(StepOptions, model="llama-8b"), NODE, space, planner)
     (ddp,) = [one for one in result.tried if one.options.strategy == "ddp"]
     assert planned == ["full_shard"]
-    assert ddp.outcome is Outcome.SKIPPED and ddp.reason == "its state alone does not fit: 89.7 GiB of 76.1"
+    assert ddp.outcome is Outcome.SKIPPED and "89.7 GiB of 76.1" in ddp.reason
 
 
 def test_what_cannot_be_faster_is_not_compiled():
@@ -223,7 +223,7 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help():
 
     result = search(planner=planner, space=ONE)
     assert result.best is None and result.gain is None and result.front == ()
-    assert "nothing that was tried fits: the least is 6.0 GiB of 76.1 GiB (offload=params,opt_state)" in result.advice
+    check_facts(result.advice, "6.0 GiB of 76.1 GiB", "offload=params,opt_state")
     assert "take more nodes" in result.advice
     assert result.to_dict()["best"] is result.to_dict()["recipe"] is None
 
@@ -304,7 +304,7 @@ def test_a_search_tries_axis_tensor_and_says_which_sizes_cannot_be():
     for size, heads in ((4, 2), (8, 4)):
         refused = found[f"fsdp=-1,tensor={size}"]
         assert refused.outcome is Outcome.IMPOSSIBLE
-        assert f"(size {heads}) of queries, keys and values, their heads, cannot be split" in refused.reason
+        check_facts(refused.reason, f"size {heads}", "heads")
     assert len(found) == len(result.tried) == 4 and result.is_complete
 
 

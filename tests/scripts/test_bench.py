@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jfsdp import extras
+from tests.refusals import check_facts
 from tests.scripts.command import environment as training_environment
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -185,4 +186,4 @@ def test_a_model_that_pytorch_cannot_run_the_same_way_is_named(refuse, model, me
 def test_a_missing_library_is_named_with_the_extra_that_has_it(refuse, monkeypatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "transformers" else object())
     said = refuse(*TINY, "--settings", TORCH)
-    assert "needs transformers; in the clone of jfsdp: pip install '.[bench]' -c constraints.txt" in said
+    check_facts(said, "transformers", ".[bench]")

@@ -125,9 +125,7 @@ def test_numbers_of_numpy_and_jax_are_numbers(model):
 def test_a_batch_that_cannot_be_split_names_sizes_and_axes(model, rows, accumulate):
     batch = make_batches(1, rows=rows)[0]
     step = model.train_step(token_loss, TX, accumulate=accumulate)
-    with pytest.raises(
-        ValueError, match=rf"dim 0 \(size {rows}\) cannot be split over axes .*{accumulate} microbatches"
-    ):
+    with refusing("dim 0", f"size {rows}", f"{accumulate} microbatches"):
         step(model.init(TX), batch)
 
 
@@ -135,7 +133,7 @@ def test_a_batch_that_cannot_be_split_names_sizes_and_axes(model, rows, accumula
 def test_own_rows_of_a_number_that_cannot_be_split_are_refused(model, rows):
     step = model.train_step(lambda model, x: jfsdp.Loss(model(x).sum(), x.size), optax.sgd(1.0))
     assert step.own_rows(64) == range(64)
-    with pytest.raises(ValueError, match=rf"own_rows: num_rows={rows} cannot be split over axes .* multiple of \d"):
+    with refusing("own_rows", f"num_rows={rows}", "multiple of"):
         step.own_rows(rows)
 
 
@@ -255,7 +253,7 @@ def test_a_state_with_other_frozen_leaves_is_refused_by_their_names(model, tmp_p
     jfsdp.checkpoint.save(tmp_path / "c", state)
     for other, given in ((model, state), (make(frozen=["embed"]), model.init(TX))):
         there, here = ("frozen", "trained") if other is model else ("trained", "frozen")
-        with pytest.raises(ValueError, match=rf"{there} there and {here} here: embed\.embedding.*init_from"):
+        with refusing(f"{there} there and {here} here", "embed.embedding", "init_from"):
             other.train_step(token_loss, TX)(given, make_batches(1)[0])
     with refusing("embed.embedding", "load_pretrained"):
         jfsdp.checkpoint.restore(tmp_path / "c", like=model.abstract_state(TX))
@@ -289,7 +287,7 @@ def test_a_total_of_nothing_counted_is_not_finite_as_on_one_device(program):
 @pytest.mark.parametrize("weight", [0.0, -1, math.nan, math.inf])
 def test_a_weight_that_always_divides_into_nonsense_is_refused(model, weight):
     step = model.train_step(lambda model, batch: token_loss(model, batch)._replace(weight=weight), TX)
-    with pytest.raises(ValueError, match=f"loss_fn: the weight is {weight} whatever the rows; count those at hand"):
+    with refusing("loss_fn", f"weight is {weight}"):
         step(model.init(TX), make_batches(1)[0])
 
 

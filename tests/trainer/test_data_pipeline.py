@@ -190,7 +190,7 @@ def test_state_of_another_stream_raises_naming_what_differs(uneven_documents, na
     state = make_train_iterator(open_data(_config(uneven_documents, seq_len=64)), **shared).get_state()
     other_config = _config(uneven_documents, **{"seq_len": 64} | config)
     other = make_train_iterator(open_data(other_config), **shared | options)
-    with pytest.raises(ValueError, match=f"in other data: {name} was [^,]*, is [^,]*; resume"):
+    with refusing(f"{name} was ", ", is "):
         other.set_state(state)
 
 

@@ -449,7 +449,7 @@ def test_quantized_weights_are_not_merged(tmp_path):
     for dtype in ("uint8", "int8", "float8_e4m3fn"):
         base = given.base()
         base[name] = np.zeros((128, 1), jnp.dtype(dtype))
-        with pytest.raises(ValueError, match=rf"q_proj\.weight: is {dtype} in the base; take float32"):
+        with refusing("q_proj.weight", dtype, "float32"):
             Merged(Arrays(base), adapter)
 
 
@@ -468,7 +468,7 @@ def test_a_checkpoint_that_no_run_wrote_is_exported_too(tmp_path, capsys):
     assert (
         main([*command[:2], str(tmp_path / "list"), str(tmp_path / "no"), *command[4:], "--model-config", *fields]) == 2
     )
-    assert "was converted, and has no layers.attn.q_proj.kernel.lora_a" in capsys.readouterr().err
+    assert "layers.attn.q_proj.kernel.lora_a" in capsys.readouterr().err
 
 
 def test_the_averages_of_adapters_are_exported(tmp_path, capsys):
@@ -534,7 +534,7 @@ def test_what_was_trained_as_it_is_goes_with_the_adapter(tmp_path):
     merge_peft(base, tmp_path / "adapter", tmp_path / "merged")
     merged = arrays_of(SafetensorsSource(tmp_path / "merged"))
     np.testing.assert_array_equal(merged["lm_head.weight"], np.asarray(state.params["lm_head.kernel"]).T)
-    with pytest.raises(ValueError, match=r"has .* whole; merged weights do not say what it was"):
+    with refusing("lm_head"):
         Merged(SafetensorsSource(tmp_path / "merged"), adapter, sign=-1)
 
 

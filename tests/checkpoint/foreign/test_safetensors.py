@@ -208,7 +208,7 @@ def test_a_file_cut_off_after_it_was_opened_is_seen(tmp_path):
 
 
 def test_a_directory_without_weights_is_refused_with_what_is_there(tmp_path):
-    with pytest.raises(ValueError, match=rf"{tmp_path}: .*no weights at all.*pass model.safetensors"):
+    with refusing(tmp_path, "model.safetensors"):
         SafetensorsSource(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     with pytest.raises(ValueError, match=r"there are pytorch_model.bin.* or a file"):
@@ -267,7 +267,7 @@ def test_a_value_beyond_the_range_is_refused_and_nothing_stays(tmp_path):
 
 def test_nothing_is_overwritten(tmp_path):
     (tmp_path / "out").mkdir()
-    with pytest.raises(ValueError, match=rf"{tmp_path}/out: exists already, and nothing is overwritten"):
+    with refusing(f"{tmp_path}/out", "exists"):
         write_safetensors(Arrays(make_arrays()), tmp_path / "out")
     assert os.listdir(tmp_path / "out") == []
 

@@ -1,6 +1,5 @@
 import contextlib
 import json
-import re
 import time
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from jfsdp.trainer.run import metrics
 from jfsdp.trainer.run.display import describe
 from jfsdp.trainer.run.metrics import JsonLines, Throughput, peak_flops
+from tests.refusals import refusing
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_full_disk_is_named():
     lines = JsonLines(metrics.Path("/dev/full"))
     with (
         contextlib.closing(lines),
-        pytest.raises(OSError, match=re.escape("/dev/full cannot be written (No space left on device)")),
+        refusing("/dev/full", "No space left on device", error=OSError),
     ):
         lines.write(json.loads('{"step": 1}'))
 
