@@ -171,7 +171,6 @@ MODELS |= {"llama-deep": llama(True, num_layers=6), "tower-deep": tower(True, nu
 CUT = {"llama-cut": llama(True, vocab=64), "gpt2-cut": gpt2(vocab=64), "vit-cut": vit("layer", "mean")}
 CUT |= {"vit-odd": vit("layer")}
 MODELS |= CUT
-DROPPING = {"gpt2": gpt2(dropout=0.3, vocab=64), "vit": vit("layer", "mean", dropout=0.3)}
 
 
 def batches(model, num, rows, seed=0):

@@ -51,7 +51,7 @@ ROWS = cover(COLUMNS)
 pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 
 
-@pytest.mark.parametrize(tuple(COLUMNS), each_value(ROWS))
+@pytest.mark.parametrize(tuple(COLUMNS), each_value(ROWS, besides=[0]))  # all strategies are in test_parity.py
 def test_steps_equal_one_device(strategy, program, mesh, model, accumulate):
     options: dict[str, Any] = {"strategy": WAYS[strategy]}
     if strategy == "node":
@@ -95,7 +95,7 @@ OPTIMIZERS = {
 SEEN = [(name, ("xla", "manual")[(place + turn) % 2]) for place, name in enumerate(OPTIMIZERS) for turn in (0, 1)]
 
 
-@pytest.mark.parametrize(("name", "program"), thin(SEEN))
+@pytest.mark.parametrize(("name", "program"), thin(SEEN, 3))
 def test_optimizers_see_whole_leaves_and_hold_parts(name, program):
     tx = OPTIMIZERS[name]
     model = shard(SplitTower, "2x4", program=program)
@@ -121,35 +121,22 @@ def shard(source, mesh, **options):
 
 
 @pytest.mark.parametrize("program", ["xla", "manual"])
-@pytest.mark.parametrize("source", [SplitTower, Tied])
-def test_every_gradient_is_that_of_one_device(program, source):
+def test_every_gradient_is_that_of_one_device(program):
     """Of what is cut and of what is not: a sum over `tensor` too many or too few would show in a step of SGD."""
     tx, batch = optax.sgd(1.0), make_batches(1)
-    model = shard(source, "2x4", program=program)
+    model = shard(Tied, "2x4", program=program)
     state, _ = model.train_step(token_loss, tx, check_loss=False)(model.init(tx), batch[0])
-    wanted = reference.train(source, token_loss, tx, batch).params
-    first = reference.train(source, token_loss, tx, []).params
-    for path, before in first.items():
+    wanted = reference.train(Tied, token_loss, tx, batch).params
+    for path, before in reference.named(reference.plain(Tied).params).items():
         grad, found = before - wanted[path], before - reference.logical(state, path, state.params[path])
         np.testing.assert_allclose(found, grad, atol=1e-4 * max(np.abs(grad).max(), 1e-3), err_msg=path)
 
 
-def test_frozen_parts_have_no_states_and_stay():
-    tx = optax.adamw(LEARNING_RATE)
-    model = shard(SplitTower, "4x2", program="manual", frozen="**.up")
-    before = model.init(tx)
-    frozen = np.asarray(before.params["blocks.up.kernel"])
-    state, _ = model.train_step(token_loss, tx, check_loss=False)(before, make_batches(1)[0])
-    np.testing.assert_array_equal(np.asarray(state.params["blocks.up.kernel"]), frozen)
-    assert not any("blocks.up" in role.name for role in state.roles.arrays)
-
-
-@pytest.mark.parametrize("program", ["xla", "manual"])
-@pytest.mark.parametrize("storage", ["per_parameter", "flat"])
+@pytest.mark.parametrize(
+    ("program", "storage"), [("xla", "per_parameter"), ("manual", "per_parameter"), ("manual", "flat")]
+)
 def test_nothing_of_a_cut_weight_crosses_the_axis(program, storage):
     """Gathers and sums of weights run over the data axes, and bring a part of a leaf."""
-    if storage == "flat" and program == "xla":
-        pytest.skip("flat storage is for program manual")
     own = {name: cut for name, cut in CUTS.items() if name != "embed"}  # XLA may gather a table to look up few tokens
     model = shard(SplitTower, "4x2", program=program, storage=storage, cuts=own)
     step = model.train_step(token_loss, optax.sgd(1e-2), check_loss=False)
@@ -225,19 +212,6 @@ class NamedLinen(linen.Module):
         return linen.Dense(VOCAB)(x)
 
 
-@pytest.mark.parametrize("program", ["xla", "manual"])
-def test_a_linen_model_is_cut_by_its_own_names(program):
-    source = (NamedLinen(), LINEN[1])
-    rules = {"mlp": AXIS, "embed": None}
-    model = fully_shard(
-        source, mesh=make_mesh(MESHES["2x4"]), units=["Dense_*"], min_size=20, axis_rules=rules, program=program
-    )
-    cut = {leaf.path: [(cut.dim, cut.reason) for cut in leaf.cuts] for leaf in model.layout.leaves if leaf.cuts}
-    reason = "sharding metadata 'mlp'"
-    assert cut == {"Dense_0.kernel": [(0, reason)], "Dense_1.kernel": [(1, reason)]}  # the outer one is made first
-    trains_as_on_one_device(model, source)
-
-
 class NamedBlock(SplitBlock):
     def __init__(self, dim, rngs):
         super().__init__(dim, rngs)
@@ -261,15 +235,24 @@ class NamedNNX(nnx.Module):
         return self.head(run(self.embed(tokens), self.blocks))
 
 
-@pytest.mark.parametrize("program", ["xla", "manual"])
-def test_a_stack_of_named_layers_is_cut_by_their_names(program):
-    rules = {"mlp": AXIS, "embed": None}
-    model = fully_shard(
-        NamedNNX, mesh=make_mesh(MESHES["4x2"]), units=[NamedBlock], min_size=20, axis_rules=rules, program=program
-    )
-    cut = {leaf.path: [cut.dim for cut in leaf.cuts] for leaf in model.layout.leaves if leaf.cuts}
-    assert cut == {"blocks.up.kernel": [2], "blocks.down.kernel": [1]}
-    trains_as_on_one_device(model, NamedNNX)
+NAMED = {
+    "nnx": (NamedNNX, [NamedBlock], {"blocks.up.kernel": [2], "blocks.down.kernel": [1]}),
+    # Of flax.linen the outer Dense is made first.
+    "linen": ((NamedLinen(), LINEN[1]), ["Dense_*"], {"Dense_0.kernel": [0], "Dense_1.kernel": [1]}),
+}
+
+
+@pytest.mark.parametrize(
+    ("api", "program"), thin([("nnx", "xla"), ("nnx", "manual"), ("linen", "manual"), ("linen", "xla")])
+)
+def test_a_model_is_cut_by_its_own_names(api, program):
+    source, units, dims = NAMED[api]
+    named = {"units": units, "axis_rules": {"mlp": AXIS, "embed": None}}
+    model = fully_shard(source, mesh=make_mesh(MESHES["4x2"]), min_size=20, program=program, **named)
+    cuts = {leaf.path: leaf.cuts for leaf in model.layout.leaves if leaf.cuts}
+    assert {path: [cut.dim for cut in found] for path, found in cuts.items()} == dims
+    assert {cut.reason for found in cuts.values() for cut in found} == {"sharding metadata 'mlp'"}
+    trains_as_on_one_device(model, source)
 
 
 FORMS = [
@@ -304,9 +287,8 @@ def test_checkpoints_go_from_any_degree_to_any_other_bit_by_bit(tmp_path, forms)
             jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
-@pytest.mark.parametrize("name", ["adafactor", "ema"])
-def test_a_state_is_resharded_to_another_degree(name):
-    tx, model, other = OPTIMIZERS[name], shard(SplitTower, "4x2"), shard(SplitTower, "2x4")
+def test_a_state_is_resharded_to_another_degree():
+    tx, model, other = OPTIMIZERS["adafactor"], shard(SplitTower, "4x2"), shard(SplitTower, "2x4")
     state, _ = model.train_step(token_loss, tx, check_loss=False)(model.init(tx), make_batches(1)[0])
     moved = jfsdp.checkpoint.reshard(state, other)
     assert moved.layout == other.layout

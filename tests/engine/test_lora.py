@@ -24,7 +24,7 @@ from tests.steps import fully_shard
 from tests.thin import each_value
 from tests.ways import WAYS
 
-STEPS = 5
+STEPS = 3
 SOURCES = {
     "stacked": (Tower, [Block]),
     "listed": (lambda rngs: Tower(rngs, stacked=False, num_layers=2), [Block]),
@@ -152,7 +152,7 @@ COLUMNS = {
 ROWS = cover(COLUMNS)
 
 
-@pytest.mark.parametrize(tuple(COLUMNS), each_value(ROWS))
+@pytest.mark.parametrize(tuple(COLUMNS), each_value(ROWS, besides=[0]))  # all strategies are in test_parity.py
 def test_steps_equal_one_device_on_merged_weights(strategy, program, mesh, model, form, accumulate):
     options: dict[str, Any] = {"strategy": WAYS[strategy]}
     if strategy == "node":
@@ -160,45 +160,34 @@ def test_steps_equal_one_device_on_merged_weights(strategy, program, mesh, model
     check(model, MESHES[mesh], form, accumulate=accumulate, program=program, **options)
 
 
+MANUAL, FLAT = {"program": "manual"}, {"program": "manual", "storage": "flat"}
 CASES = {
-    "cut": ("split", {"fsdp": 2, "tensor": 2}, {"cuts": CUTS}),
-    "cut, manual": ("split", {"fsdp": 2, "tensor": 4}, {"cuts": CUTS, "program": "manual"}),
-    "in 4 bits": ("stacked", {"fsdp": 8}, {"quantized": NF4}),
+    "cut, manual": ("split", {"fsdp": 2, "tensor": 2}, MANUAL | {"cuts": CUTS}, "lora"),
+    "in 4 bits": ("stacked", {"fsdp": 4}, {"quantized": NF4}, "dora"),
+    "in 4 bits, flat": ("stacked", {"fsdp": 4}, FLAT | {"quantized": NF4}, "lora"),
+    "in 8 bits, Linen": ("linen", {"fsdp": 4}, {"quantized": {"**.up.kernel": "int8"}, "strategy": "zero2"}, "lora"),
+    "offloaded": ("listed", {"fsdp": 4}, {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}, "dora"),
+    "split adapters": ("stacked", {"fsdp": 4}, {"lora": lora("lora", placement="full_shard")}, "lora"),
+}
+PROOFS = {
+    "cut": ("split", {"fsdp": 2, "tensor": 2}, {"cuts": CUTS}, "dora"),
     "in 4 bits, manual": (
         "listed",
         {"replica": 2, "fsdp": 2},
-        {"quantized": {"**.up.kernel": "int4"}, "program": "manual"},
+        MANUAL | {"quantized": {"**.up.kernel": "int4"}},
+        "dora",
     ),
-    "in 8 bits, Linen": ("linen", {"fsdp": 8}, {"quantized": {"**.up.kernel": "int8"}, "strategy": "zero2"}),
-    "in 4 bits, flat": (
-        "stacked",
-        {"fsdp": 8},
-        {"quantized": {"**.up.kernel": "nf4"}, "program": "manual", "storage": "flat"},
-    ),
-    "offloaded": ("listed", {"fsdp": 8}, {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
-    "no remat": ("stacked", {"fsdp": 8}, {"program": "manual", "remat": "none"}),
-    "flat": ("stacked", {"fsdp": 8}, {"program": "manual", "storage": "flat"}),
-    "prefetch 2": ("listed", {"fsdp": 8}, {"program": "manual", "prefetch": 2}),
-    "split adapters": ("stacked", {"fsdp": 4}, {"lora": lora("lora", placement="full_shard")}),
+    "in 4 bits, lora": ("stacked", {"fsdp": 8}, {"quantized": NF4}, "lora"),
+    "no remat": ("stacked", {"fsdp": 8}, MANUAL | {"remat": "none"}, "lora"),
+    "flat": ("stacked", {"fsdp": 8}, FLAT, "dora"),
+    "prefetch 2": ("listed", {"fsdp": 8}, MANUAL | {"prefetch": 2}, "lora"),
+    "split adapters, dora": ("stacked", {"fsdp": 4}, {"lora": lora("dora", placement="full_shard")}, "dora"),
 }
 
 
-# Each case with one form of adapters, and then with the other. Flat storage is that of "in 4 bits, flat" here.
-CASES_AND_FORMS = [(case, ("lora", "dora")[(place + turn) % 2]) for place, case in enumerate(CASES) for turn in (0, 1)]
-
-
-LIKE_OTHERS = ("no remat", "flat")
-
-
-@pytest.mark.parametrize(
-    ("case", "form"),
-    [
-        pytest.param(case, form, marks=[pytest.mark.proof] * bool(place % 2 or case in LIKE_OTHERS))
-        for place, (case, form) in enumerate(CASES_AND_FORMS)
-    ],
-)
-def test_every_setting_equals_one_device(case, form):
-    model, mesh, options = CASES[case]
+@pytest.mark.parametrize("case", [*CASES, *(pytest.param(case, marks=pytest.mark.proof) for case in PROOFS)])
+def test_every_setting_equals_one_device(case):
+    model, mesh, options, form = (CASES | PROOFS)[case]
     check(model, mesh, form, **({"program": "xla"} | options))
 
 
