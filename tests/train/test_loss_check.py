@@ -16,6 +16,7 @@ from jfsdp.train.step.loss_check import allowed_error, same_bits
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.refusals import refuses, warning
 from tests.steps import fully_shard
+from tests.thin import thin
 
 TX = optax.sgd(0.0)
 
@@ -34,6 +35,7 @@ class Padded(Net):
 
 
 ONCE = {"accumulate": 2, "sync": "last"}
+FOUR = jfsdp.make_mesh(replica=2, fsdp=2, devices=jax.devices()[:4])
 # What is sharded and how, and whether a scalar is refused.
 WAYS = {
     "full_shard": (Net, {}, {}, False),
@@ -53,7 +55,7 @@ QUICK = ("full_shard", "zero1 in microbatches", "reduced once", "flat")
 
 def step_for(way, loss, **extra):
     source, options, steps = WAYS[way][:3]
-    model = fully_shard(source, mesh=jfsdp.make_mesh(replica=2, fsdp=4), units=["up"], min_size=1, **options)
+    model = fully_shard(source, mesh=FOUR, units=["up"], min_size=1, **options)
     return model.train_step(loss, TX, **steps, **extra), model.init(TX)
 
 
@@ -104,6 +106,10 @@ def advantages(model, batch):
     return jfsdp.Loss((ratio * (batch["w"] - batch["w"].mean()) + out[:, 1] ** 2).sum(), 1.0 * len(out))
 
 
+def refused(step, state, *facts, error=ValueError, batch=None):
+    refuses(lambda: step(state, BATCH if batch is None else batch), *facts, error=error)
+
+
 def scalar(loss):
     def mean(model, batch):
         found = loss(model, batch)
@@ -132,7 +138,7 @@ def told_of_bytes(is_scalar):
     ("way", "loss"),
     [
         *(pytest.param(way, contrastive, marks=() if way in QUICK else pytest.mark.proof) for way in WAYS),
-        *((way, loss) for way in ("full_shard", "manual") for loss in (batch_norm, balanced, masked)),
+        *((way, loss) for way, loss in (("full_shard", batch_norm), ("manual", balanced), ("manual", masked))),
     ],
 )
 def test_a_loss_is_that_of_one_device_or_is_refused(way, loss, is_scalar):
@@ -155,27 +161,17 @@ def test_a_loss_is_that_of_one_device_or_is_refused(way, loss, is_scalar):
 def test_a_coupled_loss_is_refused_whose_value_agrees_at_the_first_weights(way):
     batch = BATCH | {"old": np.asarray(Net(nnx.Rngs(jax.random.key(0)))(BATCH["x"])[:, 0])}
     step, state = step_for(way, advantages)
-    with pytest.raises(ValueError, match="moved a little"):
-        step(state, batch)
+    refused(step, state, "moved a little", batch=batch)
 
 
-@pytest.mark.parametrize(
-    ("way", "loss", "remedy", "then"),
-    [
-        ("full_shard", contrastive, "return the scalar mean", scalar(contrastive)),
-        ("full_shard", contrastive, r"return mean, aux", lambda *a: (scalar(contrastive)(*a), {"half": 0.5})),
-        ("manual", scalar(masked), r"return jfsdp.Loss\(total, weight\)", masked),
-    ],
-    ids=["scalar", "scalar with metrics", "sum"],
-)
 @pytest.mark.filterwarnings("ignore:the loss is a scalar")
-def test_what_a_refusal_advises_gives_the_number_of_one_device(way, loss, remedy, then):
-    step, state = step_for(way, loss)
-    with pytest.raises(ValueError, match=remedy):
-        step(state, BATCH)
-    _, metrics = step_for(way, then)[0](state, BATCH)  # the state is still there: it was not donated
-    plain = masked if then is masked else contrastive
-    np.testing.assert_allclose(metrics["loss"], reference_mean(way, plain), rtol=1e-5)
+def test_what_a_refusal_advises_gives_the_number_of_one_device():
+    step, state = step_for("full_shard", contrastive)
+    refused(step, state, "return the scalar mean", "return mean, aux")
+    with_metrics = lambda *given: (scalar(contrastive)(*given), {"half": 0.5})  # noqa: E731
+    _, metrics = step_for("full_shard", with_metrics)[0](state, BATCH)  # the state is still there: it was not donated
+    np.testing.assert_allclose(metrics["loss"], reference_mean("full_shard", contrastive), rtol=1e-5)
+    refused(*step_for("manual", scalar(masked)), "return jfsdp.Loss(total, weight)")
 
 
 def test_a_loss_is_compared_once_and_only_if_asked():
@@ -198,8 +194,7 @@ def test_a_loss_is_compared_once_and_only_if_asked():
 
 def test_a_scalar_is_refused_whether_or_not_losses_are_compared():
     step, state = step_for("manual", scalar(masked), check_loss=False)
-    with pytest.raises(ValueError, match=r"the loss is a scalar.*use program='xla'"):
-        step(state, BATCH)
+    refused(step, state, "the loss is a scalar", "use program='xla'")
 
 
 @pytest.mark.parametrize("value", [np.float32(2.0), np.nan, np.inf], ids=str)
@@ -250,25 +245,23 @@ def test_sums_maxima_and_means_are_those_of_one_device(way):
 
 
 @pytest.mark.parametrize(
-    ("value", "match"),
+    ("way", "value", "place"),
     [
-        (lambda z: z.max(), r"aux\['x'\].*jfsdp.Max"),
-        (lambda z: z.mean(), r"aux\['x'\].*jfsdp.Mean"),
-        (lambda z: jfsdp.Max(z.mean()), r"aux\['x'\]\.maximum"),
-        (lambda z: jfsdp.Mean(z.sum(), 3.0), r"aux\['x'\]\.weight"),
-        (lambda z: jfsdp.Max(jnp.stack([z.max(), z.mean()])), r"aux\['x'\]\.maximum\.1"),
-        (lambda z: jfsdp.Max(z.max(-1)), r"aux\['x'\]\.maximum.* same shape"),
+        ("manual", lambda z: z.max(), "jfsdp.Max"),
+        ("manual", lambda z: z.mean(), "jfsdp.Mean"),
+        ("full_shard", lambda z: z.mean(), "jfsdp.Mean"),
+        ("full_shard", lambda z: jfsdp.Max(z.mean()), ".maximum"),
+        ("manual", lambda z: jfsdp.Mean(z.sum(), 3.0), ".weight"),
+        ("full_shard", lambda z: jfsdp.Max(jnp.stack([z.max(), z.mean()])), ".maximum.1"),
+        ("manual", lambda z: jfsdp.Max(z.max(-1)), ".maximum"),
     ],
-    ids=["maximum", "mean", "maximum of means", "constant weight", "one of an array", "rows"],
+    ids=["maximum", "mean", "mean, xla", "maximum of means", "constant weight", "one of an array", "rows"],
 )
-@pytest.mark.parametrize("way", ["full_shard", "manual"])
-def test_a_metric_that_does_not_add_up_is_refused_by_name(way, value, match):
+def test_a_metric_that_does_not_add_up_is_refused_by_name(way, value, place):
     def loss(model, batch):
         return masked(model, batch)._replace(aux={"x": value(model(batch["x"]))})
 
-    step, state = step_for(way, loss)
-    with pytest.raises(ValueError, match=match):
-        step(state, BATCH)
+    refused(*step_for(way, loss), "aux['x']", place)
 
 
 def test_metrics_of_arrays_are_logged_by_their_places():
@@ -312,17 +305,31 @@ class LinenDropped(linen.Module):
         return linen.Dense(8, dtype=self.dtype)(linen.Dropout(0.5)(x, deterministic=not train))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("api", ["nnx", "linen"])
-@pytest.mark.parametrize("loss", [masked, contrastive])
+@pytest.mark.parametrize(
+    ("api", "dtype", "loss"),
+    thin(
+        [
+            ("nnx", jnp.float32, masked),
+            ("nnx", jnp.float32, contrastive),
+            ("linen", jnp.float32, contrastive),
+            ("linen", jnp.float32, masked),
+            ("linen", jnp.bfloat16, masked),
+            ("linen", jnp.bfloat16, contrastive),
+            ("nnx", jnp.bfloat16, contrastive),
+            ("nnx", jnp.bfloat16, masked),
+        ]
+    ),
+)
 def test_dropout_neither_hides_a_coupled_loss_nor_looks_like_one(api, dtype, loss):
     linen_source = LinenDropped(dtype), (jax.ShapeDtypeStruct((1, 8), "float32"),)
     source = (lambda rngs: Dropped(rngs, dtype)) if api == "nnx" else linen_source
-    mesh, units = jfsdp.make_mesh(replica=2, fsdp=4), ["*own*"] if api == "nnx" else [linen.Dense]
+    mesh, units = FOUR, ["*own*"] if api == "nnx" else [linen.Dense]
     model = fully_shard(source, mesh=mesh, units=units, program="manual")
     step = model.train_step(loss, TX)
-    with contextlib.nullcontext() if loss is masked else pytest.raises(ValueError, match="another value over 8"):
+    if loss is masked:
         step(model.init(TX), BATCH)
+    else:
+        refused(step, model.init(TX), "another value over 4")
 
 
 def test_draws_from_a_key_of_the_models_own_are_told_and_not_refused():
@@ -354,15 +361,14 @@ def test_an_offloaded_float16_step_in_microbatches_is_compared_unscaled():
     policy = jfsdp.MixedPrecisionPolicy("float16")
     model = fully_shard(
         lambda rngs: Tower(rngs, stacked=False),
-        mesh=jfsdp.make_mesh(replica=2, fsdp=4),
+        mesh=FOUR,
         units=[Block],
         mp_policy=policy,
         offload_policy=jfsdp.OffloadPolicy(params=True),
     )
     coupled = lambda model, batch: contrastive(lambda x: model(x).mean(1), {"x": batch["tokens"]})  # noqa: E731
     batch = make_batches(1)[0]
-    with pytest.raises(ValueError, match="another value"):
-        model.train_step(coupled, TX, accumulate=2)(model.init(TX), batch)
+    refused(model.train_step(coupled, TX, accumulate=2), model.init(TX), "another value", batch=batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.train_step(token_loss, TX, accumulate=2)(model.init(TX), batch)
@@ -376,16 +382,13 @@ def in_microbatches(loss, source=Net, mesh=None, num=2, **steps):
 
 @pytest.mark.parametrize("loss", [contrastive, batch_norm, balanced, advantages])
 def test_a_loss_that_is_not_the_sum_of_its_microbatches_is_refused_in_program_xla_too(loss):
-    match = r"two microbatches together, and another value one after the other.*the loss is the mean over them"
-    with pytest.raises(ValueError, match=match):
-        in_microbatches(loss)
+    facts = "two microbatches together", "one after the other", "the loss is the mean over them"
+    refuses(lambda: in_microbatches(loss), *facts)
     if loss is contrastive:
         by_hand = [scalar(loss)(Net(nnx.Rngs(jax.random.key(0))), {"x": BATCH["x"][at::2]}) for at in range(2)]
-        for remedy in (scalar(loss), lambda *given: (scalar(loss)(*given), {"half": 0.5})):
-            np.testing.assert_allclose(in_microbatches(remedy)["loss"], np.mean(by_hand), rtol=1e-5)
-        in_microbatches(loss, check_loss=False)
-        with pytest.raises(ValueError, match="two microbatches together"):  # with one data shard that sees all rows
-            in_microbatches(loss, mesh=jfsdp.make_mesh(fsdp=1, devices=jax.devices()[:1]), num=4)
+        np.testing.assert_allclose(in_microbatches(scalar(loss))["loss"], np.mean(by_hand), rtol=1e-5)
+        one = jfsdp.make_mesh(fsdp=1, devices=jax.devices()[:1])  # one data shard, which sees all rows
+        refuses(lambda: in_microbatches(loss, mesh=one, num=4), facts[0])
 
 
 def test_a_mean_with_a_guard_is_accepted_in_microbatches():
@@ -402,9 +405,8 @@ class Normed(Net):
         return self.dropout(super().__call__(self.norm(x)))
 
 
-@pytest.mark.parametrize("source", [Net, Normed], ids=["sum", "batch statistics"])
-def test_sums_in_microbatches_are_accepted_and_so_are_batch_statistics(source):
-    in_microbatches(masked, source)
+def test_batch_statistics_in_microbatches_are_accepted():
+    in_microbatches(masked, Normed)
 
 
 class Routed(nnx.Module):
@@ -463,9 +465,7 @@ def test_a_weight_with_a_derivative_is_refused_by_name(kind, options):
     step, state = model.train_step(weighed(weigh), TX, accumulate=2), model.abstract_state(TX)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), BATCH)
     if has_derivative:
-        match = r"the weight of the loss depends on the trained parameter layers\.0\.gate\.(bias|kernel).*stop_gradient"
-        with pytest.raises(ValueError, match=match):
-            step.trace(state, batch)
+        refuses(lambda: step.trace(state, batch), "weight of the loss", "layers.0.gate.", "stop_gradient")
     else:
         step.trace(state, batch)
 

@@ -13,7 +13,7 @@ import jfsdp
 from jfsdp.train.update.low_precision import round_stochastically
 from tests import reference
 from tests.models_small import Block, Tower, make_batches, token_loss
-from tests.refusals import refusing
+from tests.refusals import refuses, refusing
 from tests.sharding import fully_shard
 from tests.thin import thin
 from tests.ways import WAYS
@@ -132,15 +132,14 @@ def test_low_precision_is_refused_for_other_dtypes_and_without_parameters():
     with refusing("'float16'", "'bfloat16'"):
         jfsdp.optim.low_precision_state(optax.adam(RATE), "float16")
     tx = jfsdp.optim.low_precision_state(optax.adam(RATE))
-    with pytest.raises(ValueError, match="needs the parameters"):
-        tx.update({}, tx.init({}))
+    refuses(lambda: tx.update({}, tx.init({})), "needs the parameters")
 
 
 EMA = optax.chain(optax.adam(RATE), jfsdp.optim.track_ema(0.8))
-PLACES = [("full_shard", None), ("zero1", None), ("zero1", "bfloat16"), ("all", None)]
+PLACES = [("zero1", "bfloat16"), ("full_shard", None), ("zero1", None), ("all", None)]
 
 
-@pytest.mark.parametrize(("strategy", "param_dtype"), thin(PLACES[::-1]))
+@pytest.mark.parametrize(("strategy", "param_dtype"), thin(PLACES, 4))
 def test_a_state_with_averages_computes_with_them_and_training_goes_on(strategy, param_dtype):
     model = make(strategy=strategy, mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype))
     step = model.train_step(mean_loss, EMA)
@@ -192,11 +191,12 @@ AFTER = {
 @pytest.mark.parametrize("place", AFTER)
 def test_averages_of_updates_that_are_changed_afterwards_are_refused(place):
     model, tx = make(), AFTER[place]
-    with refusing("track_ema", "optax.chain", "jfsdp.optim.track_ema(decay"):
-        model.train_step(mean_loss, tx)
-    state, grads, _ = model.grads(mean_loss)(model.init(tx), make_batches(1, rows=24)[0])
-    with pytest.raises(ValueError, match=r"^track_ema is not last"):
-        model.apply_gradients(state, grads, tx)
+    facts = "track_ema", "optax.chain", "jfsdp.optim.track_ema(decay"
+    refuses(lambda: model.train_step(mean_loss, tx), *facts)
+    if place == "first":
+        state = model.init(tx)
+        grads = model.model.tree.build(model.trained_arrays(state))  # any numbers will do
+        refuses(lambda: model.apply_gradients(state, grads, tx), "track_ema")
 
 
 def test_averages_may_be_followed_by_what_changes_no_update():
@@ -207,10 +207,9 @@ def test_averages_may_be_followed_by_what_changes_no_update():
 
 
 def test_averages_are_refused_where_they_cannot_be():
-    with pytest.raises(ValueError, match="decay=1 must be in"):
-        jfsdp.optim.track_ema(1)
-    with pytest.raises(ValueError, match="needs the parameters"):
-        jfsdp.optim.track_ema(0.9).update({}, jfsdp.optim.track_ema(0.9).init({}))
+    refuses(lambda: jfsdp.optim.track_ema(1), "decay=1")
+    ema = jfsdp.optim.track_ema(0.9)
+    refuses(lambda: ema.update({}, ema.init({})), "needs the parameters")
     for tx in (optax.sgd(RATE), optax.chain(jfsdp.optim.track_ema(0.9), jfsdp.optim.track_ema(0.99))):
         with refusing("jfsdp.optim.track_ema"):
             jfsdp.optim.with_ema(make().init(tx))

@@ -20,6 +20,7 @@ from jax.tree_util import tree_map_with_path
 import jfsdp
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
+from tests.refusals import refuses
 from tests.states import logical
 from tests.steps import fully_shard
 from tests.thin import thin
@@ -125,6 +126,10 @@ RECIPES = {
     "step size from the loss, in bfloat16": Recipe(
         lambda api, form: jfsdp.optim.low_precision_state(optax.polyak_sgd(RATE))
     ),
+    "average": Recipe(lambda api, form: optax.chain(optax.adam(RATE), jfsdp.optim.track_ema(0.9))),
+    "momentum": Recipe(lambda api, form: optax.sgd(RATE, momentum=0.9, nesterov=True)),
+    "noise": Recipe(lambda api, form: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(3)), optax.sgd(RATE))),
+    "flatten": Recipe(lambda api, form: optax.flatten(optax.adam(RATE))),
     "sharpness": Recipe(lambda api, form: optax.contrib.sam(optax.sgd(RATE), optax.sgd(0.05), sync_period=2)),
 }
 
@@ -165,6 +170,8 @@ def train(name: str, api: str, place: str) -> jfsdp.TrainState:
 
 
 def error(found: Any, wanted: Any, floor: float) -> float:
+    if jnp.issubdtype(wanted.dtype, jax.dtypes.prng_key):
+        wanted = jax.random.key_data(wanted)
     found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
     assert found.shape == wanted.shape
     if not wanted.size:
@@ -172,31 +179,27 @@ def error(found: Any, wanted: Any, floor: float) -> float:
     return float(np.abs(found - wanted).max() / max(floor, np.abs(wanted).max()))
 
 
-def differences(name: str, api: str, place: str) -> dict[str, float]:
+def check(name: str, api: str, place: str) -> None:
     _, form, _, frozen = PLACES[place]
     state, wanted = train(name, api, place), oracle(name, api, form, frozen)
     assert {role.name for role in state.roles.arrays} == {f"opt_state.{key}" for key in wanted.opt_state}
     found = logical(state)
     params = {key: error(found[f"params.{key}"], x, RATE * STEPS) for key, x in wanted.params.items()}
     arrays = {key: error(found[f"opt_state.{key}"], x, 1e-6) for key, x in wanted.opt_state.items()}
-    return params | arrays
+    worst, leaf = max((value, key) for key, value in (params | arrays).items())
+    assert worst < LIMIT, f"{leaf}: {worst:.1e}"
 
 
-@pytest.mark.parametrize(("name", "api", "place"), thin(PLACED, 3))
+@pytest.mark.parametrize(("name", "api", "place"), thin(PLACED, 5))
 def test_a_recipe_equals_one_device(name, api, place):
-    errors = differences(name, api, place)
-    worst = max(errors, key=errors.__getitem__)
-    assert errors[worst] < LIMIT, f"{worst}: {errors[worst]:.1e}"
+    check(name, api, place)
 
 
 @pytest.mark.proof
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("name", "api"), CASES)
 def test_every_recipe_equals_one_device_everywhere(name, api, place):
-    errors = differences(name, api, place)
-    worst = max(errors, key=errors.__getitem__)
-    print(f"{name:24} {api:6} {place:24} {errors[worst]:.1e} {worst}")
-    assert errors[worst] < LIMIT, f"{worst}: {errors[worst]:.1e}"
+    check(name, api, place)
 
 
 @pytest.mark.parametrize("api", BOTH)
@@ -227,8 +230,7 @@ def test_the_tree_that_an_optimizer_gets_is_the_models_own(api):
 )
 def test_what_a_step_cannot_give_is_refused_by_name(tx, named):
     model = fully_shard(Tower)
-    with pytest.raises(ValueError, match=f"optimizer: .*{named}"):
-        model.train_step(token_loss, tx)
+    refuses(lambda: model.train_step(token_loss, tx), "optimizer:", named)
 
 
 def test_frozen_and_integer_parameters_are_masked_nodes():
@@ -237,6 +239,6 @@ def test_frozen_and_integer_parameters_are_masked_nodes():
             self.tower, self.table = Tower(rngs), nnx.Param(jnp.arange(8))
 
     model = fully_shard(Mixed, frozen="tower.head.**")
-    moments = model.init(optax.adam(RATE)).opt_state[0].mu
+    moments = model.abstract_state(optax.adam(RATE)).opt_state[0].mu
     assert moments["table"].get_raw_value() == optax.MaskedNode() == moments["tower"]["head"]["bias"].get_raw_value()
     assert moments["tower"]["embed"]["embedding"].shape == (37, 16)

@@ -10,6 +10,7 @@ from jfsdp.engine.engine import is_on_host
 from jfsdp.train.update import stream
 from tests import models_small as small
 from tests.sharding import fully_shard
+from tests.thin import thin
 
 OPTIMIZERS = {
     "adamw": optax.adamw(1e-2),
@@ -24,9 +25,9 @@ def shard(**options):
     return fully_shard(small.Tower, mesh=jfsdp.make_mesh(fsdp=8), units=[small.Block], min_size=0, **options)
 
 
-@pytest.mark.parametrize("tx", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_streamed_update_gives_the_same_bits(tx):
-    found = []
+@pytest.mark.parametrize("name", thin(["clipped, averaged", "adamw", "adafactor", "lamb"]))
+def test_a_streamed_update_gives_the_same_bits(name):
+    tx, found = OPTIMIZERS[name], []
     for options in ({}, {"offload_policy": OFFLOADED}):
         model = shard(**options)
         state = model.init(tx)
