@@ -1,4 +1,4 @@
-"""Train a plain Flax model on one device and the same model sharded over eight; compare everything that they hold."""
+"""Train a plain Flax model on one device and the same model sharded; compare everything that they hold."""
 
 import jax
 import jax.numpy as jnp
@@ -7,6 +7,7 @@ import optax
 from flax import nnx, traverse_util
 
 from jfsdp.engine.xla import XlaEngine
+from tests.refusals import refuses
 from tests.sharding import fully_shard
 
 DIM, ROWS = 16, 16
@@ -45,6 +46,16 @@ def train_sharded(model, loss, batches, state=None):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
     return losses, state
+
+
+def trace(model, loss, batch):
+    """Trace a step for shapes alone."""
+    return model.train_step(loss, TX, program="xla").trace(model.abstract_state(TX), batch)
+
+
+def refused(model, loss, batch, *facts, error: type[Exception] = ValueError):
+    """Check that a step is refused before anything is made or compiled."""
+    refuses(lambda: trace(model, loss, batch), *facts, error=error)
 
 
 def unsharded(model, state):
