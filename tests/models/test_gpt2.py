@@ -8,12 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import traverse_util
 
+from jfsdp.engine.dataflow import all_eqns
 from jfsdp_models import gpt2, losses, optimizers  # pyright: ignore[reportMissingImports]
-from tests.refusals import refusing
+from tests.refusals import refuses
 from tests.thin import thin
 
 SMALL = gpt2.GPT2Config(
@@ -182,8 +182,7 @@ def test_a_packed_row_gives_each_document_its_own_logits(given):
 
 def test_a_row_longer_than_the_table_of_positions_is_refused():
     model, variables = make_model()
-    with refusing("33", "GPT2Config.num_positions=32"):
-        model.apply(variables, make_tokens(1, 33))
+    refuses(lambda: model.apply(variables, make_tokens(1, 33)), "33", "GPT2Config.num_positions=32")
 
 
 def test_a_token_outside_the_vocabulary_is_loud():
@@ -203,22 +202,12 @@ def test_bfloat16_weights_meet_no_float32_matmul_with_a_weight(stacked, dropout)
 
         return losses.next_token_loss(call, batch_of(tokens)).total
 
-    avals: list[Any] = list(matmuls(jax.make_jaxpr(jax.grad(loss))(variables).jaxpr))
+    eqns = all_eqns(jax.make_jaxpr(jax.grad(loss))(variables).jaxpr)
+    avals = [[v.aval for v in (*e.invars, *e.outvars)] for e in eqns if e.primitive.name == "dot_general"]
     weight_matmuls = [operands for operands in avals if any(a.ndim == 2 or 3 in a.shape for a in operands)]  # [D 3 H A]
     assert len(weight_matmuls) >= 3 * 5, "the search for matmuls found too few of them"
     assert all(a.dtype == jnp.bfloat16 for operands in weight_matmuls for a in operands)
     assert model.apply(variables, tokens).dtype == jnp.bfloat16
-
-
-def matmuls(jaxpr):
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            yield [v.aval for v in (*eqn.invars, *eqn.outvars)]
-        for value in eqn.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else [value]:
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from matmuls(inner)
 
 
 def batch_of(tokens):
@@ -314,52 +303,16 @@ def test_every_job_traces_a_loss_and_its_gradient(name):
         assert jax.tree.map(lambda x: x.shape, grads) == jax.tree.map(lambda x: x.shape, variables)
 
 
-def test_configure_makes_a_new_job_and_leaves_the_old_one():
-    job = gpt2.JOBS["gpt2"]["configure"](num_layers=2, stacked=False)
-    assert (job["config"].num_layers, job["config"].stacked, job["seq_len"]) == (2, False, 1024)
-    assert job["model"][0].config == job["config"]
-    assert gpt2.JOBS["gpt2"]["config"].num_layers == 12
-
-
-@pytest.mark.proof
-def test_tiny_learns_a_periodic_sequence():
-    job = gpt2.JOBS["gpt2-tiny"]["configure"](num_layers=2, dim=64, dropout=0.05)
-    module, _ = job["model"]
-    tokens = jnp.asarray(np.tile(np.arange(17), 4)[None, :64].repeat(4, 0), jnp.int32)
-    variables, tx = module.init(jax.random.key(0), tokens), job["optimizer"](3e-3)
-
-    def mean_loss(variables, key):
-        def call(*args, **kwargs):
-            return module.apply(variables, *args, rngs={"dropout": key}, **kwargs)
-
-        sums = job["loss"](call, batch_of(tokens))
-        return sums.total / sums.weight
-
-    @jax.jit
-    def step(variables, opt_state, key):
-        loss, grads = jax.value_and_grad(mean_loss)(variables, key)
-        updates, opt_state = tx.update(grads, opt_state, variables)
-        return optax.apply_updates(variables, updates), opt_state, loss
-
-    opt_state, history = tx.init(variables), []
-    for key in jax.random.split(jax.random.key(1), 60):
-        variables, opt_state, loss = step(variables, opt_state, key)
-        history.append(float(loss))
-    assert history[0] == pytest.approx(math.log(264), abs=0.1)
-    assert history[-1] < 0.5
-
-
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("field", "value", "facts"),
     [
-        ({"dim": 33}, "GPT2Config.dim=33 is not a multiple of num_heads=4"),
-        ({"num_positions": 0}, "GPT2Config.num_positions=0 must be a whole number from 1"),
-        ({"dropout": 1.0}, "GPT2Config.dropout=1.0 must be at least 0 and below 1"),
-        ({"attention_dropout": -0.1}, "GPT2Config.attention_dropout=-0.1 must be at least 0"),
-        ({"stacked": "no"}, "GPT2Config.stacked='no' must be True or False"),
-        ({"attention": "flash"}, "GPT2Config.attention='flash' is unknown; choose one of .*'cudnn'"),
+        ("dim", 33, ("num_heads=4",)),
+        ("num_positions", 0, ("from 1",)),
+        ("dropout", 1.0, ("below 1",)),
+        ("attention_dropout", -0.1, ("at least 0",)),
+        ("stacked", "no", ("True or False",)),
+        ("attention", "flash", ("'cudnn'",)),
     ],
 )
-def test_a_bad_config_names_field_value_and_remedy(overrides, message):
-    with pytest.raises(ValueError, match=message):
-        dataclasses.replace(SMALL, **overrides)
+def test_a_bad_config_names_field_value_and_remedy(field, value, facts):
+    refuses(lambda: dataclasses.replace(SMALL, **{field: value}), f"GPT2Config.{field}={value!r}", *facts)

@@ -10,7 +10,7 @@ import pytest
 
 from jfsdp_models.losses import cross_entropy, head_loss  # pyright: ignore[reportMissingImports]
 from tests.pairwise import cover
-from tests.refusals import refusing
+from tests.refusals import refuses
 
 WIDTH, VOCAB = 8, 53
 
@@ -104,7 +104,7 @@ def test_nothing_counted_is_a_sum_of_nothing():
     assert not any(np.any(grad) for grad in grads[:2])
 
 
-@pytest.mark.parametrize("outside", [VOCAB, -1, -100])
+@pytest.mark.parametrize("outside", [VOCAB, -100])
 def test_a_target_outside_the_vocabulary_is_nan_unless_it_counts_nothing(outside):
     hidden, kernel, targets, weights = make()
     targets = targets.at[0, 3].set(outside)
@@ -128,39 +128,29 @@ def test_gradients_have_the_dtypes_of_what_they_belong_to(first, second):
 
 
 @pytest.mark.parametrize(
-    ("shape", "tied", "chunk", "words"),
+    ("change", "facts"),
     [
-        ((WIDTH + 1, VOCAB), False, 4, r"a head of shape \(9, 53\) .* width 8; give a matrix \[D, V\] with D=8"),
-        ((WIDTH, VOCAB), True, 4, r"a head of shape \(8, 53\) .* width 8; give a matrix \[V, D\] with D=8"),
-        ((WIDTH,), False, 4, r"a head of shape \(8,\) cannot be multiplied"),
-        ((WIDTH, VOCAB), False, 0, "chunk=0 tokens must be a whole number, at least 1"),
-        ((WIDTH, VOCAB), False, 2.5, "chunk=2.5 tokens must be a whole number, at least 1"),
+        ({"kernel": jnp.zeros((9, VOCAB))}, ("(9, 53)", "width 8", "[D, V]")),
+        ({"kernel": jnp.zeros((WIDTH, VOCAB)), "tied": True}, ("(8, 53)", "width 8", "[V, D]")),
+        ({"kernel": jnp.zeros(WIDTH)}, ("(8,)",)),
+        ({"chunk": 0}, ("chunk=0", "at least 1")),
+        ({"chunk": 2.5}, ("chunk=2.5", "a whole number")),
+        ({"weights": jnp.ones((1, 12))}, ("weights of shape (1, 12)", "(2, 12)")),
+        ({"weights": None}, ("weights of shape ()", "(2, 12)")),
+        ({"targets": jnp.zeros((2, 11), int)}, ("labels of shape (2, 11)", "(2, 12)")),
     ],
 )
-def test_a_head_that_is_none_is_refused(shape, tied, chunk, words):
-    hidden, _, targets, weights = make()
-    with pytest.raises(ValueError, match=words):
-        head_loss(hidden, jnp.zeros(shape), targets, weights, chunk=chunk, tied=tied)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"weights": jnp.ones((1, 12))}, r"weights of shape \(1, 12\) are not one for each of \(2, 12\)"),
-        ({"weights": None}, r"weights of shape \(\) are not one for each of \(2, 12\)"),
-        ({"targets": jnp.zeros((2, 11), int)}, r"labels of shape \(2, 11\) are not one for each of \(2, 12\)"),
-    ],
-)
-def test_weights_that_would_be_repeated_are_refused(change, words):
-    hidden, kernel, *rest = make()
-    given = dict(zip(("targets", "weights"), rest, strict=True)) | change
-    with pytest.raises(ValueError, match=words):
-        head_loss(hidden, kernel, *given.values(), chunk=4)
-    with pytest.raises(ValueError, match=words):
-        cross_entropy(hidden @ kernel, *given.values())
+def test_a_head_that_is_none_and_weights_that_would_be_repeated_are_refused(change, facts):
+    hidden, kernel, targets, weights = make()
+    given = {"kernel": kernel, "targets": targets, "weights": weights, "chunk": 4, "tied": False} | change
+    refuses(lambda: head_loss(hidden, *(given.pop(name) for name in ("kernel", "targets", "weights")), **given), *facts)
+    if "weights" in change or "targets" in change:
+        refuses(
+            lambda: cross_entropy(hidden @ kernel, *({"targets": targets, "weights": weights} | change).values()),
+            *facts,
+        )
 
 
 def test_rows_without_tokens_are_refused():
-    hidden, kernel, targets, weights = make()
-    with refusing("2", "0", "8", "dim 1"):
-        head_loss(hidden[:, :0], kernel, targets[:, :0], weights[:, :0], chunk=4)
+    hidden, kernel, *rest = make()
+    refuses(lambda: head_loss(hidden[:, :0], kernel, *(x[:, :0] for x in rest), chunk=4), "2", "0", "8", "dim 1")
