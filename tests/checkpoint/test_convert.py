@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 
 from jfsdp.checkpoint.convert import convert, write_source
-from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
+from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, DamagedError
 from jfsdp.checkpoint.disk.reader import CheckpointSource
-from jfsdp.checkpoint.source import cell_of, contiguous, grid, read_ahead, read_whole
+from jfsdp.checkpoint.source import cell_of, read_whole
 from jfsdp.checkpoint.verify import verify
 from tests.checkpoint.arrays import Arrays
+from tests.refusals import refuses
 
 
 def write(path, values, **options):
@@ -85,20 +86,25 @@ def test_casts_take_parameters_or_what_a_glob_names_and_never_integers(tmp_path)
     assert found[name].tobytes() == values[name].astype(np.float16).tobytes()
 
 
-def test_only_and_skip_choose_arrays(tmp_path):
-    path = write(tmp_path / "a", make_values("layers"))
-    convert(path, tmp_path / "b", only="params", skip="**.scale")
-    assert set(read(tmp_path / "b")) == {f"params.layers.{layer}.up.kernel" for layer in range(11)}
-
-
 def test_what_is_damaged_is_not_converted_and_nothing_stays(tmp_path):
     path = write(tmp_path / "a", make_values("layers"))
     file = max((path / "arrays" / "params").rglob("*"), key=lambda file: file.stat().st_size if file.is_file() else 0)
     file.write_bytes(file.read_bytes()[:-1])
-    with pytest.raises(ValueError, match="is damaged: arrays/params"):
-        convert(path, tmp_path / "b")
+    refuses(lambda: convert(path, tmp_path / "b"), "damaged", "arrays/params", error=DamagedError)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
     convert(path, tmp_path / "b", skip="params")
+    convert(tmp_path / "b", tmp_path / "c", only="opt_state", skip="**.scale")
+    assert {name.rpartition(".")[2] for name in read(tmp_path / "c")} == {"kernel", "count"}
+
+
+def test_what_cannot_be_done_is_refused_before_anything_is_written(tmp_path):
+    values = {"params.layers.0.up": np.ones((2, 3), np.float32), "params.layers.1.up": np.ones((2, 4), np.float32)}
+    path = write(tmp_path / "a", values)
+    refuses(lambda: convert(path, tmp_path / "b", stack="blocks"), "blocks.0 or blocks_0")
+    refuses(lambda: convert(path, tmp_path / "b", unstack="blocks"), "blocks")
+    refuses(lambda: convert(path, tmp_path / "b", stack="layers"), "params.layers.up")
+    refuses(lambda: convert(path, tmp_path / "b", casts=["int4096"]), "'int4096'")
+    assert not (tmp_path / "b").exists()
 
 
 def test_what_takes_long_is_not_given_up(tmp_path, monkeypatch):
@@ -117,23 +123,6 @@ def test_what_takes_long_is_not_given_up(tmp_path, monkeypatch):
     assert time.time() - begin > 3600
     monkeypatch.undo()
     assert_same_bits(read(tmp_path / "a"), values)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"stack": "blocks"}, "no array is called blocks.0 or blocks_0"),
-        ({"unstack": "blocks"}, "no array stands below it"),
-        ({"stack": "layers"}, "the layers of params.layers.up are not all there, or not all alike"),
-        ({"casts": ["int4096"]}, "dtype 'int4096' is unknown"),
-    ],
-)
-def test_what_cannot_be_done_is_refused_before_anything_is_written(options, message, tmp_path):
-    values = {"params.layers.0.up": np.ones((2, 3), np.float32), "params.layers.1.up": np.ones((2, 4), np.float32)}
-    path = write(tmp_path / "a", values)
-    with pytest.raises(ValueError, match=message):
-        convert(path, tmp_path / "b", **options)
-    assert not (tmp_path / "b").exists()
 
 
 def test_no_more_than_some_pieces_are_held_at_once(tmp_path, monkeypatch):
@@ -165,45 +154,3 @@ def test_cells_are_at_most_16_mib_layer_by_layer_and_square(block, shape, cell):
     found = cell_of(block, 4, shape=shape)
     assert found == cell
     assert math.prod(found) * 4 <= 16 << 20
-
-
-@pytest.mark.parametrize("limit", [4, 16, 100])
-def test_cells_of_a_part_never_lie_in_two_parts(limit):
-    for block in ((6, 10), (7, 9), (2, 3, 5)):
-        whole = tuple(3 * size for size in block)
-        assert all(size % part == 0 for size, part in zip(block, cell_of(block, 4, limit, shape=whole), strict=True))
-        covered = np.zeros(whole, int)
-        for index in grid(whole, cell_of(whole, 4, limit)):
-            covered[index] += 1
-        assert (covered == 1).all()
-
-
-@pytest.mark.parametrize("shape", [(), (5,), (130, 70), (3, 65, 64), (2, 3, 4, 5)])
-def test_a_contiguous_copy_is_what_numpy_makes(shape):
-    values = np.random.default_rng(0).normal(size=shape).astype(np.float32)
-    found = contiguous(values.T)
-    assert found.flags.c_contiguous
-    assert found.tobytes() == np.ascontiguousarray(values.T).tobytes()
-    assert found.shape == values.T.shape
-
-
-def test_tasks_come_back_in_order_no_more_are_begun_than_asked_for_and_errors_end_them():
-    begun = []
-
-    def task(number):
-        begun.append(number)
-        if number == 5:
-            raise OSError("five")
-        return number
-
-    found = read_ahead(((1, lambda number=number: task(number)) for number in range(100)), 3, threads=2)
-    assert next(found) == 0
-    assert max(begun) <= 2
-    with pytest.raises(OSError, match="five"):
-        list(found)
-    assert max(begun) <= 8
-
-
-@pytest.mark.parametrize("sizes", [[0], [4, 0, 0], [0, 12, 0], []])
-def test_what_has_no_bytes_comes_back_too(sizes):
-    assert list(read_ahead(((size, lambda size=size: size) for size in sizes), 10, threads=2)) == sizes

@@ -16,6 +16,7 @@ import jfsdp
 from jfsdp.checkpoint.disk.digest import list_files, read_digests, write_digests
 from jfsdp.checkpoint.disk.files import SUMS, DamagedError
 from jfsdp.checkpoint.verify import verify
+from tests.refusals import refuses
 from tests.sharding import fully_shard
 
 TX = optax.adam(1e-3)
@@ -107,8 +108,8 @@ def check_all(run: Any, num: int, seed: int) -> None:
     assert int(run.restore(state_of(1))[0].step) == 3, "undamaged again"
 
 
-def test_each_of_fifty_damages_is_named_and_refused(run):
-    check_all(run, num=50, seed=0)
+def test_a_damage_of_each_file_is_named_and_refused(run):
+    check_all(run, num=len(list_files(run.directory / "3")) + 1, seed=0)
 
 
 @pytest.mark.proof
@@ -116,7 +117,7 @@ def test_each_of_a_thousand_damages_is_named_and_refused(run):
     check_all(run, num=1000, seed=1)
 
 
-@pytest.mark.parametrize("old", ['"format": 2', '"step": 3', "params.bias", "float32", "40", "loss"])
+@pytest.mark.parametrize("old", ['"format": 2', "params.bias", "40"])
 def test_a_manifest_that_still_reads_well_is_refused_all_the_same(run, old):
     """One digit or letter: the format, a name, a shape, a dtype; not mistaken for another model or a newer version."""
     file = run.directory / "3" / "manifest.json"
@@ -137,8 +138,7 @@ def test_a_digest_of_a_file_outside_is_refused(run, tmp_path):
     shutil.copytree(run.directory / "3", tmp_path / "c")
     digests = read_digests(tmp_path / "c")
     write_digests(tmp_path / "c", digests | {"../secret": "0" * 64})
-    with pytest.raises(ValueError, match=r"'\.\./secret' leads out"):
-        jfsdp.checkpoint.restore(tmp_path / "c", like=state_of(1))
+    refuses(lambda: jfsdp.checkpoint.restore(tmp_path / "c", like=state_of(1)), "'../secret'")
 
 
 def test_falling_back_goes_on_to_the_newest_whole_step(run, tmp_path):
@@ -166,16 +166,14 @@ def test_a_step_that_lost_all_its_files_is_damaged(run, tmp_path):
     (directory / "3").mkdir()
     assert problems_of(directory / "3") and not problems_of(directory / "2")
     other = jfsdp.checkpoint.Checkpointer(directory)
-    with pytest.raises(DamagedError, match="/3: is damaged: it is empty"):
-        other.restore(state_of(1))
+    refuses(lambda: other.restore(state_of(1)), "/3", "damaged", "empty", error=DamagedError)
     with pytest.warns(UserWarning, match="Falling back to step 2"):
         assert int(other.restore(state_of(1), fall_back=True)[0].step) == 2
 
 
 def test_falling_back_is_no_answer_to_another_model(run):
     other = fully_shard(lambda rngs: nnx.Linear(3, 3, rngs=rngs)).abstract_state(TX)
-    with pytest.raises(ValueError, match="is of another model or optimizer"):
-        run.restore(other, fall_back=True)
+    refuses(lambda: run.restore(other, fall_back=True), "another model or optimizer")
 
 
 def test_who_reads_parameters_alone_is_not_stopped_by_damage_elsewhere(run):
@@ -197,10 +195,9 @@ def test_a_copy_of_a_step_under_another_number_is_not_that_step(run, tmp_path):
     other = jfsdp.checkpoint.Checkpointer(tmp_path / "copied")
     for name in ("2", "3", "best"):
         shutil.copytree(run.directory / "2", tmp_path / "copied" / name)
-    with pytest.raises(DamagedError, match=r"copied/3.*step 2.*not step 3"):
-        other.restore(state_of(0))
-    with pytest.raises(DamagedError, match="step 2"):
-        jfsdp.checkpoint.restore(tmp_path / "copied" / "3", state_of(0))
+    copied = tmp_path / "copied" / "3"
+    for use in (lambda: other.restore(state_of(0)), lambda: jfsdp.checkpoint.restore(copied, state_of(0))):
+        refuses(use, copied, "step 2", "step 3", error=DamagedError)
     (problem,) = verify(tmp_path / "copied" / "3").problems
     assert "step 2" in problem and verify(tmp_path / "copied" / "best").is_ok
     with pytest.warns(UserWarning, match="Falling back to step 2"):

@@ -25,7 +25,7 @@ from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.metrics import closing
 from jfsdp.trainer.run.training import Run
 from tests.checkpoint.test_damage import state_of
-from tests.refusals import refusing
+from tests.refusals import refuses, refusing
 
 ROOT = Path(__file__).parents[2]
 
@@ -59,15 +59,16 @@ def test_a_disk_that_fills_up_while_writing_costs_that_save_alone(place, run, mo
     def fail(*args: Any, **kwargs: Any) -> None:
         raise error
 
+    def save() -> None:
+        run.save(2, state_of(2))
+        run.wait()
+
     with monkeypatch.context() as patch:
         patch.setattr(where, name, fail)
-        with refusing("No space left on device", "bytes", "earlier", error=OSError) as told:
-            run.save(2, state_of(2))
-            run.wait()
-    assert told.value.errno == errno.ENOSPC and told.value.filename == str(run.directory)
+        told: Any = refuses(save, "No space left on device", "bytes", "earlier", error=OSError)
+    assert told.errno == errno.ENOSPC and told.filename == str(run.directory)
     assert run.steps() == [1] and int(run.restore(state_of(3))[0].step) == 1
-    run.save(2, state_of(2))
-    run.wait()
+    save()
     assert run.steps() == [1, 2] and int(run.restore(state_of(3))[0].step) == 2
     assert sorted(path.name for path in run.directory.iterdir()) == ["1", "2", "lock"], "nothing is left behind"
 
@@ -145,9 +146,8 @@ def test_a_read_only_place_is_named_before_anything_is_copied(run, tmp_path, mon
 
     monkeypatch.setattr(Path, "open", refuse)
     monkeypatch.setattr(pieces, "copy_pieces", lambda state: pytest.fail("copied"))
-    with pytest.raises(OSError, match=r"Read-only file system.*: '.*/other'") as told:
-        other.save(1, state_of(1))
-    assert told.value.errno == errno.EROFS
+    told: Any = refuses(lambda: other.save(1, state_of(1)), "Read-only file system", "/other", error=OSError)
+    assert told.errno == errno.EROFS
     assert other.steps() == []
 
 
@@ -179,58 +179,29 @@ class Net(nnx.Module):
         self.weight = nnx.Param(jnp.zeros((4, 4)))
 
 state = jfsdp.fully_shard(Net).init(optax.sgd(1.0))
-if sys.argv[1] == "run":
-    run = jfsdp.checkpoint.Checkpointer(sys.argv[2])
-    run.save(7, state)
-    run.wait()
-    print("holds", flush=True)
-else:
-    commit.write_digests = lambda *args: (print("holds", flush=True), time.sleep(600))
-    jfsdp.checkpoint.save(sys.argv[2], state)
-time.sleep(600)
+run = jfsdp.checkpoint.Checkpointer(sys.argv[1] + "/run")
+run.save(7, state)
+run.wait()
+commit.write_digests = lambda *args: (print("holds", flush=True), time.sleep(600))
+jfsdp.checkpoint.save(sys.argv[1] + "/c", state)
 """
 
 
-@pytest.fixture
-def other_process(tmp_path) -> Any:
-    """Start a process that holds a run, or is just writing a checkpoint; return it."""
-    script = tmp_path / "writer.py"
-    script.write_text(WRITER)
-    started: list[Any] = []
-
-    def start(*args: Any) -> Any:
-        command = [sys.executable, script, *args]
-        started.append(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT))
-        assert started[-1].stdout.readline() == "holds\n"
-        return started[-1]
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        process.stdout.close()
-
-
-def test_a_writer_in_another_process_is_named_and_its_end_frees_the_run(other_process, tmp_path):
-    first = other_process("run", tmp_path / "run")
+def test_a_writer_in_another_process_is_named_and_its_end_frees_what_it_wrote(tmp_path):
+    """It holds a run, and is just writing a checkpoint: a second one would take the files of the first away."""
+    command = [sys.executable, "-c", WRITER, tmp_path]
     second = jfsdp.checkpoint.Checkpointer(tmp_path / "run")
-    with pytest.raises(ValueError, match=f"are written by process {first.pid} on "):
-        second.save(8, state_of(1))
-    assert second.steps() == [7]
-    first.kill()
-    first.wait()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as first:
+        try:
+            assert first.stdout is not None and first.stdout.readline() == "holds\n"
+            refuses(lambda: second.save(8, state_of(1)), "/run", f"process {first.pid}")
+            assert second.steps() == [7]
+            refuses(lambda: jfsdp.checkpoint.save(tmp_path / "c", state_of(1)), "/c", f"process {first.pid}")
+        finally:
+            first.kill()
     second.save(8, state_of(1))
     second.close()
     assert second.steps() == [7, 8]
-
-
-def test_one_checkpoint_is_not_written_by_two_at_once(other_process, tmp_path):
-    """The second would take the first one's files away, and both would end up in one directory."""
-    first = other_process("save", tmp_path / "c")
-    with refusing("/c", f"process {first.pid}"):
-        jfsdp.checkpoint.save(tmp_path / "c", state_of(1))
-    first.kill()
-    first.wait()
     jfsdp.checkpoint.save(tmp_path / "c", state_of(1))
     assert int(jfsdp.checkpoint.restore(tmp_path / "c", like=state_of(2)).step) == 1
     assert not list(tmp_path.glob("c.*")), "what the killed one left is cleaned up"
@@ -259,9 +230,8 @@ def test_of_many_that_save_one_checkpoint_exactly_one_does(tmp_path):
 def test_a_save_that_would_run_out_of_open_files_is_refused_before_it_begins(tmp_path, monkeypatch):
     monkeypatch.setattr("jfsdp.checkpoint.disk.errors.OPEN_FILES", 1 << 40)
     monkeypatch.setattr("resource.getrlimit", lambda what: (4096, 4096))
-    with pytest.raises(OSError, match=r"ulimit -n") as told:
-        check_open_files(tmp_path / "1")
-    assert told.value.errno == errno.EMFILE and told.value.filename == str(tmp_path / "1")
+    told: Any = refuses(lambda: check_open_files(tmp_path / "1"), "ulimit -n", "4096", error=OSError)
+    assert told.errno == errno.EMFILE and told.filename == str(tmp_path / "1")
 
 
 @pytest.fixture
@@ -298,8 +268,7 @@ def test_a_run_removes_what_a_full_disk_left_before_it_writes_anything(small_dis
     held = object.__new__(Run)
     held.run_dir, held.is_writer, held.config = small_disk, True, TrainConfig(resume="7")
     (small_disk / "checkpoints" / "9.jfsdp-tmp").mkdir(parents=True)
-    with pytest.raises(ValueError, match="has no checkpoint of step 7"):
-        held._check_directory()
+    refuses(held._check_directory, "no checkpoint", "7")
     assert not list(small_disk.rglob("*.jfsdp-tmp"))
 
 

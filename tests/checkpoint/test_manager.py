@@ -76,22 +76,23 @@ def save_steps(checkpointer: jfsdp.checkpoint.Checkpointer, *steps: int) -> None
     checkpointer.wait()
 
 
-def test_an_empty_run_has_no_steps_and_makes_its_directory(checkpoints, tmp_path):
-    empty = checkpoints()
-    assert (empty.steps(), empty.latest()) == ([], None)
-    assert (tmp_path / "run").is_dir()
-
-
-def test_the_newest_steps_are_kept_and_listed_in_order(checkpoints):
+def test_the_newest_steps_are_kept_listed_in_order_and_restored_with_their_extra(checkpoints):
     run = checkpoints(keep=2)
-    save_steps(run, 5, 10, 100)
-    assert (run.steps(), run.latest()) == ([10, 100], 100)
-
-
-def test_keep_none_keeps_all(checkpoints):
-    run = checkpoints(keep=None)
-    save_steps(run, *range(1, 6))
-    assert run.steps() == [1, 2, 3, 4, 5]
+    assert (run.steps(), run.latest(), run.directory.is_dir()) == ([], None, True)
+    save_steps(run, 5, 10)
+    extra = {"iterator": [1, {"a": None}], "text": "ü", "large": 2**60, "half": 0.5}
+    assert run.save(np.int64(20), state_of(20)) > 0, "how long it blocked"
+    run.save(state_of(100).step, state_of(100), extra=extra)
+    run.wait()
+    assert (run.steps(), run.latest()) == ([20, 100], 100)
+    state, found = run.restore(first_state())
+    assert (step_of(state), found) == (100, extra)
+    state, found = run.restore(model().abstract_state(TX), step=20)
+    assert (step_of(state), found) == (20, None)
+    run.close()
+    again = checkpoints(keep=2)
+    save_steps(again, 101)
+    assert again.steps() == [100, 101], "what another one saved is counted"
 
 
 def test_what_is_on_disk_of_a_save_under_way_is_counted(checkpoints, monkeypatch):
@@ -100,47 +101,6 @@ def test_what_is_on_disk_of_a_save_under_way_is_counted(checkpoints, monkeypatch
     assert run.num_bytes() == 0
     save_steps(run, 1)
     assert seen[0] > 16 * 13 * 4
-
-
-@pytest.mark.parametrize("keep", [0, -1])
-def test_keeping_none_at_all_is_refused(checkpoints, keep):
-    with pytest.raises(ValueError, match=f"keep={keep} must be at least 1, or None"):
-        checkpoints(keep=keep)
-
-
-def test_restore_gives_the_newest_step_or_the_one_asked_for_with_its_extra(checkpoints):
-    run = checkpoints()
-    save_steps(run, 1, 2, 3)
-    state, extra = run.restore(first_state())
-    assert (step_of(state), extra) == (3, {"position": 3})
-    state, extra = run.restore(model().abstract_state(TX), step=2)
-    assert (step_of(state), extra) == (2, {"position": 2})
-
-
-def test_extra_may_be_left_out_or_be_anything_that_json_writes(checkpoints):
-    run = checkpoints()
-    run.save(1, state_of(1))
-    run.wait()
-    assert run.restore(first_state())[1] is None
-    extra = {"iterator": [1, {"a": None}], "text": "ü", "large": 2**60, "half": 0.5}
-    run.save(2, state_of(2), extra=extra)
-    run.wait()
-    assert run.restore(first_state())[1] == extra
-
-
-def test_a_run_is_found_again_by_another_checkpointer(checkpoints):
-    first = checkpoints()
-    save_steps(first, 1, 2)
-    first.close()
-    again = checkpoints()
-    assert again.steps() == [1, 2]
-    save_steps(again, 3, 4)
-    assert again.steps() == [2, 3, 4]
-
-
-def test_a_step_of_a_run_is_a_checkpoint_like_any_other(checkpoints, tmp_path):
-    save_steps(checkpoints(), 7)
-    assert step_of(jfsdp.checkpoint.restore(tmp_path / "run" / "7", like=first_state())) == 7
 
 
 def test_a_step_is_written_from_the_values_at_the_time_of_the_call(checkpoints):
@@ -153,12 +113,6 @@ def test_a_step_is_written_from_the_values_at_the_time_of_the_call(checkpoints):
         state = increment(state)
     run.wait()
     assert [step_of(run.restore(first_state(), step=step)[0]) for step in range(1, 6)] == [1, 2, 3, 4, 5]
-
-
-def test_save_says_how_long_it_blocked(checkpoints):
-    start = time.perf_counter()
-    blocked = checkpoints().save(1, state_of(1))
-    assert 0 < blocked <= time.perf_counter() - start
 
 
 def test_a_step_that_is_being_written_is_not_listed_yet(checkpoints, monkeypatch):
@@ -176,63 +130,37 @@ def test_a_step_that_is_being_written_is_not_listed_yet(checkpoints, monkeypatch
     assert seen == [("1", []), ("2", [1])]
 
 
-def test_a_step_that_is_there_is_not_overwritten(checkpoints):
-    run = checkpoints()
-    save_steps(run, 1)
-    with refusing("run/1"):
-        run.save(1, state_of(2))
-    assert step_of(run.restore(first_state())[0]) == 1
-
-
-@pytest.mark.parametrize("older", [15, 5, -1])
-def test_a_step_older_than_the_newest_is_refused_and_nothing_is_deleted(checkpoints, older):
+@pytest.mark.parametrize(
+    ("step", "error", "facts"),
+    [
+        (30, ValueError, ["run/30"]),
+        (15, ValueError, ["older", "30"]),
+        (-1, ValueError, ["step=-1", "at least 0"]),
+        (1.5, TypeError, ["step", "whole number"]),
+        (None, TypeError, ["step", "whole number"]),
+        (jnp.ones(2, jnp.int32), TypeError, ["step", "whole number"]),
+    ],
+)
+def test_a_step_that_is_there_or_older_or_no_number_is_refused_and_nothing_is_deleted(checkpoints, step, error, facts):
     run = checkpoints(keep=2)
     save_steps(run, 20, 30)
-    words = "is older than 30" if older > 0 else "step=-1 must be a whole number, at least 0"
-    with pytest.raises(ValueError, match=words):
-        save_steps(run, older)
-    assert run.steps() == [20, 30]
+    refuses(lambda: run.save(step, state_of(1)), *facts, error=error)
+    assert run.steps() == [20, 30] and len(list(run.directory.iterdir())) == 3, "nothing is written where nobody looks"
+    assert step_of(run.restore(first_state())[0]) == 30
 
 
-@pytest.mark.parametrize("step", [1.5, "7", None, jnp.ones(2, jnp.int32)])
-def test_a_step_that_is_no_number_is_refused_and_not_written_where_nobody_looks(checkpoints, step):
-    run = checkpoints()
-    with pytest.raises(TypeError, match=r"save: step.* must be a whole number"):
-        run.save(step, state_of(1))
-    assert not list(run.directory.iterdir())
-
-
-def test_a_step_may_be_a_scalar_array(checkpoints):
-    run = checkpoints()
-    run.save(np.int64(1), state_of(1))
-    run.save(state_of(2).step, state_of(2))
-    run.wait()
-    assert run.steps() == [1, 2] and run.latest() == 2
-
-
-@pytest.mark.parametrize("value", ["low", None, jnp.ones(2)])
-def test_a_metric_that_is_no_number_is_named(checkpoints, value):
-    run = checkpoints()
-    with refusing("metrics:", "'eval_loss'"):
-        run.save(1, state_of(1), metrics={"loss": 1, "eval_loss": value})
+def test_what_is_no_state_and_no_metric_is_refused(checkpoints, tmp_path):
+    run, taken = checkpoints(), state_of(1)
+    for value in ("low", None, jnp.ones(2)):
+        wrong = {"loss": 1, "eval_loss": value}
+        refuses(lambda wrong=wrong: run.save(1, state_of(1), metrics=wrong), "metrics:", "'eval_loss'")
+    abstract: Any = model().abstract_state(TX)
+    for what, told in (({"w": 1}, "dict"), (abstract, "without arrays")):
+        for save in (functools.partial(run.save, 1), functools.partial(jfsdp.checkpoint.save, tmp_path / "one")):
+            refuses(functools.partial(save, what), "state", told, error=TypeError)
+    taken.step.delete()
+    refuses(lambda: run.save(1, taken), "/run/1", "save the state that it returned")
     assert run.steps() == []
-
-
-@pytest.mark.parametrize(
-    ("what", "told"),
-    [({"w": 1}, r"state \(a dict\) must be a"), (None, "`state` is a state without arrays; pass what")],
-)
-def test_what_is_no_state_is_refused_by_its_kind(checkpoints, what, told, tmp_path):
-    what = what or model().abstract_state(TX)
-    for save in (functools.partial(checkpoints().save, 1), functools.partial(jfsdp.checkpoint.save, tmp_path / "one")):
-        with pytest.raises(TypeError, match=told):
-            save(what)
-
-
-def test_a_state_that_a_step_took_is_refused_with_what_to_save(checkpoints):
-    state = state_of(1)
-    state.step.delete()
-    refuses(lambda: checkpoints().save(1, state), "/run/1: a step took", "save the state that it returned")
 
 
 def test_a_step_that_is_not_there_lists_those_that_are(checkpoints):
@@ -244,37 +172,16 @@ def test_a_step_that_is_not_there_lists_those_that_are(checkpoints):
         run.restore(first_state(), step=3)
 
 
-def test_a_checkpoint_of_another_model_is_refused_by_name(checkpoints):
-    class Other(Net):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.bias = nnx.Param(jnp.ones(3))
-
-    run = checkpoints()
-    save_steps(run, 1)
-    like = fully_shard(Other, mesh=jfsdp.make_mesh()).abstract_state(TX)
-    with refusing("params.bias"):
-        run.restore(like)
-
-
-def test_a_full_disk_leaves_earlier_steps_and_the_run_usable(checkpoints, monkeypatch):
+def test_a_full_disk_is_told_in_bytes_and_leaves_earlier_steps_and_the_run_usable(checkpoints, monkeypatch):
     run = checkpoints(keep=1)
     save_steps(run, 1)
     with monkeypatch.context() as patch:
         patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, used=10**6, free=100))
-        with pytest.raises(OSError, match=r"earlier .* are untouched") as error:
-            run.save(2, state_of(2))
-    assert error.value.errno == errno.ENOSPC
+        error = refuses(lambda: run.save(2, state_of(2)), "needs about", "100", "earlier", error=OSError)
+    assert isinstance(error, OSError) and error.errno == errno.ENOSPC
     assert run.steps() == [1]
     save_steps(run, 3)
-    assert run.steps() == [3]
-    assert step_of(run.restore(first_state())[0]) == 3
-
-
-def test_a_full_disk_is_told_in_bytes_needed_and_free(checkpoints, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, used=10**6, free=100))
-    with pytest.raises(OSError, match=r"needs about [\d,]+ bytes, 100 are free"):
-        checkpoints().save(1, state_of(1))
+    assert run.steps() == [3] and step_of(run.restore(first_state())[0]) == 3
 
 
 def test_a_directory_that_cannot_be_made_is_an_os_error(checkpoints, tmp_path):
@@ -283,28 +190,6 @@ def test_a_directory_that_cannot_be_made_is_an_os_error(checkpoints, tmp_path):
         with pytest.raises(OSError, match="file"):
             checkpoints(directory=directory)
     assert (tmp_path / "file").read_text() == "mine"
-
-
-def test_what_goes_wrong_in_the_background_is_raised_and_the_step_not_listed(checkpoints, monkeypatch):
-    """The disk fills up while the writing threads are at work."""
-    run = checkpoints()
-    save_steps(run, 1)
-    rename = os.rename
-
-    def fail(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-        if Path(target).name == "2":
-            raise OSError(errno.ENOSPC, "No space left on device")
-        rename(source, target, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", fail)
-        with refusing("No space left on device", "earlier", error=OSError):
-            run.save(2, state_of(2))
-            run.wait()
-    assert run.steps() == [1]
-    assert step_of(run.restore(first_state())[0]) == 1
-    save_steps(run, 3)
-    assert run.steps() == [1, 3]
 
 
 # What the interrupted process runs: it saves step after step until it is killed.

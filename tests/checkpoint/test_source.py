@@ -1,6 +1,5 @@
 """Casts while arrays are read: no value becomes an infinite one unseen, and integers are not made of fractions."""
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from flax import nnx
 import jfsdp
 from jfsdp.checkpoint.convert import convert
 from jfsdp.checkpoint.foreign.export import write_safetensors
-from jfsdp.checkpoint.source import Recast, cell_of, grid, read_whole
+from jfsdp.checkpoint.source import Recast, read_whole
 from jfsdp.checkpoint.store import claimed
 from tests.checkpoint.arrays import Arrays
 from tests.refusals import refuses, refusing
@@ -71,19 +70,3 @@ def test_a_target_that_another_one_writes_is_left_alone(large, tmp_path):
         assert (tmp_path / "t.jfsdp-tmp").exists()
     convert(large, tmp_path / "t")
     assert [path.name for path in tmp_path.iterdir()] == ["t"]
-
-
-@pytest.mark.parametrize(
-    ("block", "shape"),
-    [
-        ((6287, 4096), (50296, 4096)),
-        ((6283, 768), (50257, 768)),
-        ((1, 15991, 4096), (4, 127928, 4096)),
-        ((7919,), (15838,)),
-    ],
-)
-def test_blocks_of_prime_sizes_are_not_cut_into_single_rows(block, shape):
-    cell = cell_of(block, 4, 1 << 22, shape=shape)
-    assert math.prod(cell) * 4 <= 1 << 22
-    assert all(of % size == 0 for size, of, whole in zip(cell, block, shape, strict=True) if of != whole)
-    assert len(list(grid(block, cell))) <= 8 * math.prod(block) * 4 / (1 << 22) + 1

@@ -22,7 +22,7 @@ import jfsdp
 from jfsdp.checkpoint.disk.digest import hash_files, list_files, write_digests
 from jfsdp.checkpoint.disk.files import MANIFEST, read_manifest
 from jfsdp.train.state import TrainState
-from tests.refusals import check_facts, refuses, refusing
+from tests.refusals import refuses, refusing
 from tests.states import logical
 from tests.steps import fully_shard
 
@@ -32,11 +32,11 @@ TX = optax.adamw(1e-3)
 class Net(nnx.Module):
     """A stack, a matrix that divides by nothing, a small vector, integers; beside them statistics and keys."""
 
-    def __init__(self, rngs, dim=12, extra=False):
+    def __init__(self, rngs, dim=12, rows=13, extra=False, dtype="float32"):
         make = nnx.vmap(lambda rngs: nnx.Linear(dim, 24, rngs=rngs), in_axes=0, out_axes=0)
         self.stack = nnx.split_rngs(splits=2)(make)(rngs)
-        self.odd = nnx.Param(jax.random.normal(rngs.params(), (13, 11)))
-        self.scale = nnx.Param(jax.random.normal(rngs.params(), (5,)))
+        self.odd = nnx.Param(jax.random.normal(rngs.params(), (rows, 11)))
+        self.scale = nnx.Param(jax.random.normal(rngs.params(), (5,), dtype))
         self.table = nnx.Param(jax.random.randint(rngs.params(), (8, 8), 0, 99))
         self.seen = nnx.BatchStat(jax.random.normal(rngs.params(), (3, 3)))
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
@@ -63,12 +63,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# From every layout into other padding and into a low-precision copy; from whole leaves, and from padded ones with a
-# copy, into every layout.
-PAIRS = sorted(
-    {(source, target) for source in LAYOUTS for target in ("full3", "zero1bf16")}
-    | {(source, target) for source in ("ddp8", "hfsdp2x3bf16") for target in LAYOUTS}
-)
+# From every layout into other padding, and from padded leaves with a low-precision copy into every layout.
+PAIRS = sorted({(name, "full3") for name in LAYOUTS} | {("hfsdp2x3bf16", name) for name in LAYOUTS})
 
 
 def make_model(name: str, factory: Any = Net) -> jfsdp.ShardedModel:
@@ -86,12 +82,13 @@ def lived_in(state: TrainState) -> TrainState:
 
     def change(role: Any, value: jax.Array) -> jax.Array:
         if role.leaf is None:
-            return jax.device_put(value + 7, value.sharding)
+            return jax.device_put(np.asarray(value) + np.asarray(7, value.dtype), value.sharding)
         factor = 0.5 if "mu" in role.name else -0.25
-        return jax.device_put(params[role.leaf] * factor, value.sharding)
+        changed = np.asarray(params[role.leaf]) * np.float32(factor)
+        return jax.device_put(changed.astype(value.dtype), value.sharding)
 
     opt_state = state.roles.map(change, state.opt_state)
-    step = jax.device_put(state.step + 41, state.step.sharding)
+    step = jax.device_put(np.asarray(state.step) + np.int32(41), state.step.sharding)
     return TrainState(**{**vars(state), "opt_state": opt_state, "step": step})
 
 
@@ -134,54 +131,6 @@ def test_restore_is_bitwise_into_any_mesh_and_strategy(source, target, saved):
         assert np.asarray(copy).tobytes() == np.asarray(state.params[name].astype("bfloat16")).tobytes()
 
 
-def test_the_layouts_of_these_tests_cover_padding_and_low_precision_copies():
-    paddings = {name: {leaf.path: leaf.padding for leaf in saved_state(name).layout.leaves} for name in LAYOUTS}
-    assert paddings["full8"]["odd"]
-    assert paddings["full3"]["odd"]
-    assert paddings["full8"]["odd"] != paddings["full3"]["odd"]
-    assert not any(paddings["one"].values())
-    assert all(saved_state(name).work for name in LAYOUTS if "bf16" in name)
-
-
-def test_keys_are_restored_as_keys_that_draw_the_same(saved):
-    state = jfsdp.checkpoint.restore(saved("full8"), like=make_model("one").abstract_state(TX))
-    before = saved_state("full8").model_state
-    keys = [name for name, value in before.items() if jnp.issubdtype(value.dtype, jax.dtypes.prng_key)]
-    assert keys
-    for name in keys:
-        draws = [np.asarray(jax.random.uniform(s[name], (3,))) for s in (before, state.model_state)]
-        np.testing.assert_array_equal(draws[0], draws[1])
-
-
-def test_keys_of_another_implementation_are_restored_as_such(tmp_path):
-    class Noisy(nnx.Module):
-        def __init__(self, rngs):
-            self.weight = nnx.Param(jnp.ones(3))
-            self.key = nnx.Variable(jax.random.key(5, impl="rbg"))
-
-    model = fully_shard(Noisy)
-    state = model.init(TX)
-    jfsdp.checkpoint.save(tmp_path / "c", state)
-    restored = jfsdp.checkpoint.restore(tmp_path / "c", like=model.abstract_state(TX))
-    assert str(jax.random.key_impl(restored.model_state["key"])) == "rbg"
-    assert_same_bits(logical(restored), logical(state))
-
-
-def test_a_live_state_serves_as_like_and_is_left_as_it_was(saved):
-    like = make_model("full8").init(TX, seed=99)
-    before = logical(like)
-    state = jfsdp.checkpoint.restore(saved("full3"), like=like)
-    assert_same_bits(logical(state), logical(saved_state("full3")))
-    assert_same_bits(logical(like), before)
-
-
-def test_saving_leaves_the_state_usable(tmp_path):
-    state = saved_state("full8")
-    before = logical(state)
-    jfsdp.checkpoint.save(tmp_path / "c", state)
-    assert_same_bits(logical(state), before)
-
-
 def test_names_in_the_manifest_carry_no_mesh_and_no_strategy(saved):
     manifests = [read_manifest(saved(name)) for name in LAYOUTS]
     assert all(manifest["arrays"] == manifests[0]["arrays"] for manifest in manifests)
@@ -190,13 +139,6 @@ def test_names_in_the_manifest_carry_no_mesh_and_no_strategy(saved):
     assert arrays["opt_state.0.mu.odd"]["shape"] == [13, 11]
     assert arrays["step"]["shape"] == []
     assert not [name for name in arrays if name.startswith("work")]
-
-
-def test_extra_comes_back_from_the_manifest(saved, tmp_path):
-    assert read_manifest(saved("one"))["extra"] == [{"from": "one"}]
-    extra = {"list": [1, 2.5, None, "ü"], "nested": {"big": 2**60}}
-    jfsdp.checkpoint.save(tmp_path / "c", saved_state("one"), extra=extra)
-    assert read_manifest(tmp_path / "c")["extra"] == [extra]
 
 
 def test_nothing_saved_is_ever_overwritten(saved, tmp_path):
@@ -215,75 +157,36 @@ def test_nothing_saved_is_ever_overwritten(saved, tmp_path):
 @pytest.mark.parametrize("kind", ["missing", "empty", "file", "run directory"])
 def test_what_is_no_checkpoint_is_refused(kind, tmp_path):
     path = tmp_path / "c"
-    if kind == "empty":
-        path.mkdir()
-    elif kind == "file":
+    if kind == "file":
         path.write_text("text")
-    elif kind == "run directory":
-        (path / "100").mkdir(parents=True)
-    with refusing("/c"):
-        jfsdp.checkpoint.restore(path, like=make_model("one").abstract_state(TX))
+    elif kind != "missing":
+        (path / "100" if kind == "run directory" else path).mkdir(parents=True)
+    refuses(lambda: jfsdp.checkpoint.restore(path, like=make_model("one").abstract_state(TX)), "/c")
 
 
-def refused(path: Any, factory: Any = Net, tx: Any = TX) -> str:
-    with refusing(path, "another model or optimizer") as error:
-        jfsdp.checkpoint.restore(path, like=make_model("full8", factory).abstract_state(tx))
-    return str(error.value)
+# What the model has that restores a state of `Net` on 8 devices, where the 13 rows are stored as 16, and what is said.
+DIFFERENCES = {
+    "larger": ({"extra": True}, ["missing", "opt_state.0.mu.extra, opt_state.0.nu.extra, params.extra"]),
+    "wider": ({"dim": 20}, ["params.stack.kernel", "float32[2, 12, 24]", "float32[2, 20, 24]", "only=, skip="]),
+    "as padded": ({"rows": 16}, ["params.odd", "float32[13, 11]", "float32[16, 11]"]),
+    "half": ({"dtype": "bfloat16"}, ["params.scale", "float32[5]", "bfloat16[5]"]),
+    "optimizer": ({}, ["in the checkpoint", "opt_state.0.trace.odd", "not in the model", "opt_state.0.count"]),
+}
 
 
-def test_a_checkpoint_of_a_smaller_model_names_what_is_missing(saved):
-    message = refused(saved("full3"), lambda rngs: Net(rngs, extra=True))
-    check_facts(message, "missing", "opt_state.0.mu.extra, opt_state.0.nu.extra, params.extra")
-    assert "in the checkpoint but not in the model" not in message
-    assert "of another shape" not in message
+@pytest.mark.parametrize("case", DIFFERENCES)
+def test_a_checkpoint_of_another_model_or_optimizer_is_refused_by_names_and_shapes(case, saved):
+    options, facts = DIFFERENCES[case]
+    tx = optax.sgd(1e-3, momentum=0.9) if case == "optimizer" else TX
+    like = make_model("full3", functools.partial(Net, **options)).abstract_state(tx)
+    refuses(lambda: jfsdp.checkpoint.restore(saved("full8"), like), saved("full8"), *facts)
 
 
 def test_a_checkpoint_of_a_larger_model_names_what_is_extra(tmp_path):
-    state = make_model("full3", lambda rngs: Net(rngs, extra=True)).init(TX)
-    jfsdp.checkpoint.save(tmp_path / "c", state)
-    message = refused(tmp_path / "c")
-    check_facts(message, "not in the model", "opt_state.0.mu.extra, opt_state.0.nu.extra, params.extra")
-    assert "missing" not in message
-
-
-def test_a_checkpoint_of_other_shapes_shows_both(saved):
-    message = refused(saved("full3"), lambda rngs: Net(rngs, dim=20))
-    assert "of another shape or dtype:" in message
-    check_facts(message, "params.stack.kernel", "float32[2, 12, 24]", "float32[2, 20, 24]")
-    assert "odd" not in message
-    assert message.endswith("or read what fits into a live state: only=, skip=")
-
-
-def test_a_padded_shape_is_not_mistaken_for_a_logical_one(saved):
-    """On 8 devices the 13 rows are stored as 16; a model with 16 rows is another model all the same."""
-
-    class Padded(Net):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.odd = nnx.Param(jnp.zeros((16, 11)))
-
-    assert saved_state("full8").params["odd"].shape == (16, 11)
-    message = refused(saved("full8"), Padded)
-    check_facts(message, "params.odd", "float32[13, 11]", "float32[16, 11]")
-
-
-def test_a_checkpoint_of_another_dtype_is_refused(saved):
-    class Half(Net):
-        def __init__(self, rngs):
-            super().__init__(rngs)
-            self.scale = nnx.Param(jnp.ones(5, jnp.bfloat16))
-
-    check_facts(refused(saved("one"), Half), "params.scale", "float32[5]", "bfloat16[5]")
-
-
-def test_a_checkpoint_of_another_optimizer_names_its_states(saved):
-    message = refused(saved("one"), tx=optax.sgd(1e-3, momentum=0.9))
-    assert "checkpoint: opt_state.0.trace.odd" in message
-    assert "not in the model: opt_state.0.count" in message
-
-
-def test_long_lists_of_differences_are_cut_and_counted(saved):
-    assert ", and " in refused(saved("one"), lambda rngs: nnx.Linear(8, 8, rngs=rngs))
+    jfsdp.checkpoint.save(tmp_path / "c", make_model("full3", functools.partial(Net, extra=True)).init(TX))
+    with refusing("not in the model", "opt_state.0.mu.extra, opt_state.0.nu.extra, params.extra") as error:
+        jfsdp.checkpoint.restore(tmp_path / "c", make_model("full3").abstract_state(TX))
+    assert "missing" not in str(error.value)
 
 
 def test_a_checkpoint_of_another_format_is_refused(saved, tmp_path):
@@ -298,18 +201,9 @@ def test_a_checkpoint_of_another_format_is_refused(saved, tmp_path):
 
 def test_a_full_disk_is_noticed_before_anything_is_written(tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, used=10**6, free=100))
-    with refusing("100", error=OSError) as e:
-        jfsdp.checkpoint.save(tmp_path / "c", saved_state("full8"))
-    assert e.value.errno == errno.ENOSPC
+    error: Any = refuses(lambda: jfsdp.checkpoint.save(tmp_path / "c", saved_state("full8")), "100", error=OSError)
+    assert error.errno == errno.ENOSPC
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_space_asked_for_is_about_what_is_written(tmp_path, monkeypatch):
-    asked = []
-    usage = shutil.disk_usage
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: asked.append(path) or usage(path))
-    jfsdp.checkpoint.save(tmp_path / "deep" / "er" / "c", saved_state("full8"))
-    assert asked == [tmp_path / "deep" / "er"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -319,20 +213,18 @@ def test_an_extra_that_json_cannot_write_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["a b", "100%", "a%41", "a#b", "a?b", "a*b", "a:b", "äö"])
-def test_a_path_is_no_url_and_no_pattern(name, tmp_path):
-    (tmp_path / "aA").mkdir()
-    jfsdp.checkpoint.save(tmp_path / name / "c", saved_state("one"))
-    restored = jfsdp.checkpoint.restore(tmp_path / name / "c", like=make_model("one").abstract_state(TX))
-    assert_same_bits(logical(restored), logical(saved_state("one")))
-
-
-def test_a_path_that_orbax_takes_for_a_pattern_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"has a '\[' in its path"):
-        jfsdp.checkpoint.save(tmp_path / "lr[1]" / "c", saved_state("one"))
-    with pytest.raises(ValueError, match=r"has a '\[' in its path"):
-        jfsdp.checkpoint.Checkpointer(tmp_path / "lr[1]")
-    assert not (tmp_path / "lr[1]").exists()
+def test_a_path_is_no_url_and_no_pattern(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    state, path = saved_state("one"), tmp_path / "a b#100%a%41?*:äö" / "c"
+    (tmp_path / "a b#100%aA?*:äö").mkdir()
+    jfsdp.checkpoint.save(path, state)
+    assert_same_bits(logical(jfsdp.checkpoint.restore(path, like=state)), logical(state))
+    for wrong, fact in (("lr[1]/c", "'['"), ("gs://bucket/saved", "object stores"), ("s3://b/c", "object stores")):
+        for use in (jfsdp.checkpoint.save, jfsdp.checkpoint.restore):
+            if use is jfsdp.checkpoint.save or fact != "'['":
+                refuses(functools.partial(use, wrong, state), fact)
+        refuses(functools.partial(jfsdp.checkpoint.Checkpointer, wrong), fact)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
@@ -344,18 +236,6 @@ def test_a_path_may_begin_at_the_home_directory(tmp_path, monkeypatch):
     with jfsdp.checkpoint.Checkpointer("~/run") as run:
         assert run.directory == tmp_path / "home" / "run"
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
-
-
-@pytest.mark.parametrize("address", ["gs://bucket/saved", "s3://bucket/saved"])
-def test_the_address_of_an_object_store_is_refused(address, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    state = saved_state("one")
-    for use in (lambda: jfsdp.checkpoint.save(address, state), lambda: jfsdp.checkpoint.restore(address, state)):
-        with refusing(address, "object stores"):
-            use()
-    with pytest.raises(ValueError, match=f"checkpoint {address}: is an address"):
-        jfsdp.checkpoint.Checkpointer(address)
-    assert not list(tmp_path.iterdir())
 
 
 def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch):
@@ -383,13 +263,6 @@ def test_what_orbax_did_not_merge_is_never_committed(tmp_path, monkeypatch):
     assert not (tmp_path / "c").exists()
 
 
-def test_a_directory_below_a_file_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("mine")
-    with pytest.raises(OSError, match="file"):
-        jfsdp.checkpoint.save(tmp_path / "file" / "c", saved_state("one"))
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 @pytest.mark.parametrize(
     ("raised", "code"),
     [
@@ -408,7 +281,7 @@ def test_errors_of_storage_libraries_become_one_kind_of_error(raised, code, tmp_
         raise raised
 
     monkeypatch.setattr(ocp.AsyncCheckpointer, "save", fail)
-    with refusing("not written", "earlier", error=OSError) as error:
+    with pytest.raises(OSError, match="earlier") as error:  # PermissionError too
         jfsdp.checkpoint.save(tmp_path / "c", saved_state("one"))
     assert error.value.errno == code
     assert error.value.__cause__ is raised

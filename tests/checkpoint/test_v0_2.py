@@ -1,4 +1,4 @@
-"""Checkpoints and a run directory of jfsdp 0.2 restore. `v0_2/write.py` wrote them."""
+"""Checkpoints and a run directory of jfsdp 0.2 restore; `v0_2/write.py`, as commit 4df5d02 has it, wrote them."""
 
 import math
 import shutil

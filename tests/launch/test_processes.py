@@ -19,8 +19,7 @@ def processes():
 
 
 @pytest.mark.parametrize(
-    ("names", "order", "kept"),
-    [(None, [0, 1, 2, 3], 4), ("aabb", [0, 1, 2, 3], 2), ("abab", [0, 2, 1, 3], 2), ("abcd", [0, 1, 2, 3], False)],
+    ("names", "order", "kept"), [(None, [0, 1, 2, 3], 4), ("abab", [0, 2, 1, 3], 2), ("abcd", [0, 1, 2, 3], False)]
 )
 def test_node_splits_over_the_processes_of_a_host(processes, names, order, kept):
     for found, ways, told in processes.call(f"{HERE}:node_on", names):

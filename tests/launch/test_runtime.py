@@ -1,11 +1,9 @@
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from jfsdp.launch.runtime import (
@@ -15,6 +13,7 @@ from jfsdp.launch.runtime import (
     without_plugin_chatter,
 )
 from jfsdp.trainer.run.stop import StopSignal
+from tests.refusals import check_facts, refuses
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,39 +23,29 @@ def test_flags_replace_those_of_the_same_name_and_keep_the_others():
     assert merged.split() == ["--xla_ab=2", "--xla_a=3"]
 
 
-def test_flags_after_jax_is_imported_are_an_error_and_not_ignored():
-    with pytest.raises(RuntimeError, match="too late"):
-        configure_xla(simulate_devices=2)
+def test_flags_after_jax_is_imported_and_counts_that_cannot_be_simulated_are_refused(tmp_path):
+    refuses(lambda: configure_xla(simulate_devices=2), "too late", error=RuntimeError)
+    for count in (-1, 100_000_000):
+        refuses(lambda count=count: configure_xla(simulate_devices=count), f"simulate_devices={count}")
+    # XLA:CPU (jaxlib 0.10.2) forgets on the disk in which order collectives run.
+    assert enable_compilation_cache(tmp_path) is None and not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("count", [-1, 100_000_000])
-def test_a_count_of_devices_that_cannot_be_simulated_is_refused(count):
-    with pytest.raises(ValueError, match=f"simulate_devices={count} must"):
-        configure_xla(simulate_devices=count)
-
-
-@pytest.mark.parametrize(("asked", "status"), [(0, 0), (2, 0), (8, 1)])
-def test_devices_that_the_launcher_gives_are_not_replaced_by_others(asked, status):
-    code = (
-        f"from jfsdp.launch.runtime import configure_xla; configure_xla(simulate_devices={asked})\n"
-        "import os; print([flag for flag in os.environ['XLA_FLAGS'].split() if 'device_count' in flag][0][-2:])"
-    )
+def test_devices_that_the_launcher_gives_are_not_replaced_by_others():
+    code = """
+import os
+from jfsdp.launch.runtime import configure_xla
+for asked in (0, 2, 8):
+    configure_xla(simulate_devices=asked)
+    print([flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" in flag][0][-2:])
+"""
     done = start("-c", code, JFSDP_DEVICES="2", XLA_FLAGS="--xla_force_host_platform_device_count=2")
-    assert done.returncode == status and done.stdout == "=2\n" * (not status)
-    if status:
-        assert "simulate_devices=8" in done.stderr and "--devices-per-proc 2" in done.stderr
+    assert (done.returncode, done.stdout) == (1, "=2\n=2\n")
+    check_facts(done.stderr, "simulate_devices=8", "--devices-per-proc 2")
 
 
-def test_programs_for_several_cpu_devices_are_not_loaded_from_a_cache(tmp_path):
-    """XLA:CPU (jaxlib 0.10.2) forgets on the disk in which order their collectives run."""
-    before = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    assert enable_compilation_cache(tmp_path) is None
-    assert jax.config.jax_compilation_cache_dir == before  # pyright: ignore[reportAttributeAccessIssue]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_asks_to_stop_and_the_second_is_not_caught(number):
-    caught = []
+def test_the_first_signal_asks_to_stop_and_the_second_is_not_caught():
+    caught, number = [], signal.SIGTERM
     before = signal.signal(number, lambda *_: caught.append(number))
     try:
         with StopSignal() as stop:
@@ -81,7 +70,7 @@ def test_only_the_plugins_chatter_is_held_back(capfd):
     assert capfd.readouterr().err == "something that matters\nand afterwards\n"
 
 
-@pytest.mark.parametrize("end", ["os._exit(3)", "os.kill(os.getpid(), signal.SIGKILL)", "os.killpg(0, signal.SIGINT)"])
+@pytest.mark.parametrize("end", ["os.kill(os.getpid(), signal.SIGKILL)", "os.killpg(0, signal.SIGINT)"])
 def test_what_is_said_before_a_process_ends_is_not_lost(end):
     code = (
         "import os, signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -108,14 +97,13 @@ FLAG, PLATFORM = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_bad=1"}, {"JAX_PLA
 @pytest.mark.parametrize(
     ("command", "environment", "status", "words"),
     [
-        (TRAIN, FLAG, (1, -signal.SIGABRT), "XLA_FLAGS: --xla_bad=1"),
-        (TRAIN, PLATFORM, (2,), "error: .*Unable to initialize backend 'nothere'"),
-        (PLAN, PLATFORM, (2,), "error: .*Unable to initialize backend 'nothere'"),
+        (TRAIN, FLAG, (1, -signal.SIGABRT), "--xla_bad=1"),
+        (PLAN, PLATFORM, (2,), "'nothere'"),
     ],
-    ids=["train-flag", "train-platform", "plan-platform"],
+    ids=["train-flag", "plan-platform"],
 )
 def test_what_stops_jax_at_its_start_is_said(command, environment, status, words, tmp_path):
     directory = ["--run-dir", str(tmp_path / "run")] if command is TRAIN else []
     done = start(*command, *directory, **environment)
     assert done.returncode in status
-    assert re.search(words, done.stderr) and "Traceback" not in done.stderr, done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -38,10 +38,7 @@ def test_each_process_knows_its_place_and_has_a_log(supervise, capfd):
     names = "RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT"
     supervisor, status = supervise(f"print(*(os.environ[name] for name in '{names}'.split()))", 2, hosts)
     assert status == 0
-    assert [log(supervisor, rank).split() for rank in (2, 3)] == [
-        ["2", "4", "2", "4", "node0", "5000"],
-        ["3", "4", "3", "4", "node0", "5000"],
-    ]
+    assert [log(supervisor, rank).strip() for rank in (2, 3)] == ["2 4 2 4 node0 5000", "3 4 3 4 node0 5000"]
     told = dict(zip(map(str, names.split()), log(supervisor, 3).split(), strict=True))
     place = find_place(told)
     assert place is not None and (place.process_id, place.local_id) == (3, 3)
@@ -86,15 +83,20 @@ def test_all_are_started_again_until_they_end_well(supervise, capfd):
     assert "starting again, 4 restarts left" in capfd.readouterr().err
 
 
-def test_no_more_restarts_than_asked_for(supervise, capfd):
-    supervisor, status = supervise("sys.exit(3)", 1, max_restarts=2)
-    assert status == 3 and sorted(os.listdir(supervisor.log_dir)) == ["0", "1", "2"]
-    assert "no restart is left" in capfd.readouterr().err
-
-
-def test_what_cannot_begin_is_not_started_again(supervise):
-    supervisor, status = supervise("sys.exit(2)", max_restarts=5)
-    assert status == 2 and os.listdir(supervisor.log_dir) == ["0"]
+@pytest.mark.parametrize(
+    ("code", "options", "status", "attempts", "said"),
+    [
+        ("sys.exit(3)", {"nproc": 1, "max_restarts": 2}, 3, 3, "no restart is left"),
+        ("sys.exit(2)", {"max_restarts": 5}, 2, 1, "status 2"),  # what cannot begin
+        ("sys.exit(9 * (rank == 1))", {"max_restarts": 2, "min_nproc": 3}, 9, 3, "status 9"),  # all are needed
+    ],
+)
+def test_no_more_restarts_than_asked_for_and_none_where_none_helps(
+    supervise, capfd, code, options, status, attempts, said
+):
+    supervisor, found = supervise(code, **options)
+    assert found == status and len(os.listdir(supervisor.log_dir)) == attempts and said in capfd.readouterr().err
+    assert len(os.listdir(supervisor.log_dir / str(attempts - 1))) == options.get("nproc", 3)
 
 
 def test_a_stopped_process_is_killed_and_named(supervise, capfd):
@@ -114,17 +116,10 @@ def test_one_that_fails_first_twice_in_a_row_is_left_out_where_fewer_are_enough(
     check_facts(capfd.readouterr().err, "twice", "[1]")
 
 
-@pytest.mark.parametrize("min_nproc", [None, 3])
-def test_none_is_left_out_where_all_are_needed(supervise, min_nproc):
-    supervisor, status = supervise("sys.exit(9 * (rank == 1))", max_restarts=3, min_nproc=min_nproc)
-    assert status == 9 and len(os.listdir(supervisor.log_dir / "3")) == 3
-
-
-@pytest.mark.parametrize(("end", "ended_with"), [("sys.exit(75)", 75), ("os.abort()", 134)])
-def test_one_that_hangs_twice_in_a_row_is_left_out_and_not_those_that_fail_by_turns(supervise, end, ended_with):
-    hangs = f"time.sleep(60 if rank == 0 else 0.2); {end}"
+def test_one_that_hangs_twice_in_a_row_is_left_out_and_not_those_that_fail_by_turns(supervise):
+    hangs = "time.sleep(60 if rank == 0 else 0.2); sys.exit(75)"
     supervisor, status = supervise(hangs, max_restarts=2, min_nproc=2, grace_s=0.5)
-    assert status == ended_with and sorted(os.listdir(supervisor.log_dir / "2")) == ["1.log", "2.log"]
+    assert status == 75 and sorted(os.listdir(supervisor.log_dir / "2")) == ["1.log", "2.log"]
     supervisor, _ = supervise("time.sleep(60) if rank else os.abort()", max_restarts=2, min_nproc=1, grace_s=0.5)
     assert len(os.listdir(supervisor.log_dir / "2")) == 3, "those that wait for one that aborts are not the cause"
     supervisor, _ = supervise("sys.exit(9 if rank == attempt else 76)", max_restarts=4, min_nproc=1)
@@ -143,15 +138,16 @@ def test_a_launcher_whose_output_nobody_reads_goes_on(tmp_path):
     assert len(list(tmp_path.glob("*.done"))) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_reaches_all_processes_and_nothing_is_started_again(supervise, number, tmp_path):
-    code = f"import signal\nsignal.signal({int(number)}, lambda *_: sys.exit(9))\nprint('ready')\ntime.sleep(60)"
+def test_a_signal_reaches_all_processes_and_nothing_is_started_again(supervise, tmp_path):
+    code = (
+        f"import signal\nsignal.signal({int(signal.SIGUSR1)}, lambda *_: sys.exit(9))\nprint('ready')\ntime.sleep(60)"
+    )
 
     def signal_when_ready():
         until = time.monotonic() + 30
         while time.monotonic() < until and sum("ready" in x.read_text() for x in tmp_path.glob("logs/0/*.log")) < 3:
             time.sleep(0.05)
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGUSR1)
 
     threading.Thread(target=signal_when_ready).start()
     supervisor, status = supervise(code, max_restarts=5)

@@ -1,6 +1,5 @@
 """What chat templates make of the fields of a record: nothing is dropped silently, and each remedy helps."""
 
-import contextlib
 import dataclasses
 import json
 
@@ -12,10 +11,9 @@ from jfsdp.trainer.data.tokens import DataConfig, open_data
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.tokens import PairSource
-from tests.refusals import refusing
+from tests.refusals import refuses, refusing
 from tests.trainer.chats import (
     CHATML,
-    ENDED,
     GEMMA,
     LLAMA3_TOOLS,
     MARKED,
@@ -88,17 +86,13 @@ def _shown(data, index=0):
         ([{**PLAIN, "tools": TOOLS}], CHATML, {}, ["line 1", "leaves out tool 1"]),
         ([{**CALLED, "tools": None}], NAMES_ONLY, {}, ["line 1", "message 2", "tool_calls"]),
         ([{**PLAIN, "tools": "f"}], LLAMA3_TOOLS, {}, ["line 1", "tools", "JSON text"]),
-        ([{**PLAIN, "tools": '{"name": "f"}'}], LLAMA3_TOOLS, {}, ["line 1", "tools", "list of objects"]),
         ([{**PLAIN, "tools": ["f"]}], LLAMA3_TOOLS, {}, ["line 1", "tools", "list of objects"]),
         ([{"prompt": "a", "completion": "b", "tools": TOOLS}], CHATML, {}, ["line 1", "tools", "text"]),
         ([chat("a", "b", "c", "d")], QWEN3, {}, ["line 1", "message 2", "rewrites history", "--answers last"]),
     ],
 )
 def test_a_part_of_a_record_that_a_template_leaves_out_is_refused(tmp_path, records, template, options, expected):
-    with pytest.raises(ValueError) as caught:
-        _open(tmp_path, records, template, **options)
-    for part in expected:
-        assert part in str(caught.value)
+    refuses(lambda: _open(tmp_path, records, template, **options), *expected)
 
 
 def test_thoughts_are_trained_with_the_answer_that_a_template_writes_them_into(tmp_path):
@@ -112,12 +106,6 @@ def test_thoughts_are_trained_with_the_answer_that_a_template_writes_them_into(t
     assert _shown(data) == f"{begin}Yo{END}\n{shown}"
 
 
-@pytest.mark.parametrize("name", ["thinking", "reasoning"])
-def test_thoughts_have_other_names_too(tmp_path, name):
-    record = {"messages": [PLAIN["messages"][0], {**PLAIN["messages"][1], name: "hm"}]}
-    assert _shown(_open(tmp_path, [record], QWEN3)) == _shown(_open(tmp_path, [REASONED], QWEN3))
-
-
 def test_thoughts_under_several_names_are_one_text(tmp_path):
     def record(**thoughts):
         return {"messages": [PLAIN["messages"][0], {**PLAIN["messages"][1], **thoughts}]}
@@ -125,19 +113,11 @@ def test_thoughts_under_several_names_are_one_text(tmp_path):
     expected = _shown(_open(tmp_path, [REASONED], QWEN3))
     by_thinking = QWEN3.replace("m.reasoning_content", "m.thinking")
     for template in (QWEN3, by_thinking):
-        for thoughts in ({"reasoning_content": "", "thinking": "hm"}, {"thinking": "", "reasoning_content": "hm"}):
+        for thoughts in ({"reasoning": "hm"}, {"thinking": "hm"}, {"thinking": "", "reasoning_content": "hm"}):
             assert _shown(_open(tmp_path, [record(**thoughts)], template)) == expected
     for wrong in ({"reasoning_content": "hm", "thinking": "ah"}, {"thinking": ["hm"]}):
         with refusing("line 1", "message 2"):
             _open(tmp_path, [record(**wrong)], QWEN3)
-
-
-@pytest.mark.parametrize(
-    ("end", "begin"), [("</s>", "</s>"), ("<|im_end|>", "")], ids=["begins so too", "ends turns so too"]
-)
-def test_a_conversation_may_end_with_a_token_that_is_elsewhere_too(tmp_path, end, begin):
-    data = _open(tmp_path, [PLAIN], begin + ENDED.replace("{{ eos_token }}", end))
-    assert _shown(data) == f"{begin}<|im_start|>user\nHi{END}\n<|im_start|>assistant\n[[Yo{END}]]\n{end}"
 
 
 def test_tools_and_calls_reach_the_template(tmp_path):
@@ -158,8 +138,8 @@ def test_of_several_named_templates_that_for_tools_is_taken_with_tools(tmp_path)
     data = _open(tmp_path, records, named)
     assert "tools:" not in _shown(data, 0) and "tools: f" in _shown(data, 1)
     assert "tools:" in _shown(_open(tmp_path, [PLAIN], named, chat_template="tool_use"))
-    with pytest.raises(ValueError, match=r"line 1.*rag, tool_use.*--chat-template"):
-        _open(tmp_path, [PLAIN], [{"name": "rag", "template": CHATML}, named[1]])
+    other = [{"name": "rag", "template": CHATML}, named[1]]
+    refuses(lambda: _open(tmp_path, [PLAIN], other), "line 1", "rag, tool_use", "--chat-template")
     # As files, which go before the configuration.
     directory = tmp_path / "tokenizer" / "additional_chat_templates"
     directory.mkdir()
@@ -181,20 +161,6 @@ def test_fields_that_nothing_is_made_of_are_said(tmp_path):
     assert data.form == "text"
     data = _open(tmp_path, [{"conversations": None, "text": "Hi Yo"}])
     assert data.form == "text"
-
-
-def test_the_gemma_template_takes_what_it_says(tmp_path):
-    data = _open(tmp_path, [chat(" Hi", "Yo ")], GEMMA)
-    turn = "<start_of_turn>"
-    assert _shown(data) == f"<s>{turn}user\nHi<end_of_turn>\n{turn}model\n[[Yo<end_of_turn>]]\n"
-    with pytest.raises(ValueError, match=r"line 1.*System role not supported"):
-        _open(tmp_path, [chat("a", "b", "c", roles="sua")], GEMMA)
-
-
-def test_an_empty_answer_is_its_stop_token(tmp_path):
-    for template in (CHATML, MARKED):
-        shown = _shown(_open(tmp_path, [chat("Hi", "", "So?", "Yo")], template))
-        assert shown.count(f"assistant\n[[{END}]]\n") == 1 and shown.count("[[") == 2
 
 
 PROMPTED = QWEN3.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")  # as QwQ and R1 do
@@ -228,17 +194,15 @@ FIRST = chat("Hi", "Yo", "So?", roles="aua")
     ],
 )
 def test_a_message_recommends_what_helps(tmp_path, record, template, options, expected, rest):
-    with pytest.raises(ValueError) as caught:
-        _open(tmp_path, [record], template, **options)
-    for part in expected:
-        assert part in str(caught.value)
-    assert rest not in str(caught.value)
+    message = str(refuses(lambda: _open(tmp_path, [record], template, **options), *expected))
+    assert rest not in message
+    untrained = {"messages": [{**record["messages"][0], "weight": 0}, *record["messages"][1:]]}
     for says, helps in (
         ("--answers last", {"answers": "last"}),
         ("white space off", {"records": [chat("a", "b")]}),
-        ('"weight": 0', {"records": [{"messages": [{**record["messages"][0], "weight": 0}, *record["messages"][1:]]}]}),
+        ('"weight": 0', {"records": [untrained]}),
     ):
-        if says in str(caught.value):
+        if says in message:
             _open(tmp_path, helps.pop("records", [record]), template, **options, **helps)
 
 
@@ -253,11 +217,12 @@ def test_pairs_with_messages_next_to_them_are_told_what_to_take_out(tmp_path):
     chosen, rejected = PLAIN["messages"], chat("Hi", "No")["messages"]
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
     job = dataclasses.replace(find_job("llama-tiny"), vocab_size=None)
-    for more, says in (({"messages": chosen}, "take messages out"), ({}, None)):
-        path = write_jsonl(tmp_path / "pairs.jsonl", [{"chosen": chosen, "rejected": rejected, **more}] * 3)
-        config = TrainConfig(data=path, tokenizer=tokenizer, preference="dpo", eval_fraction=0)
-        with pytest.raises(ValueError, match=says) if says else contextlib.nullcontext():
-            PairSource(config, job, 64)
+    path = tmp_path / "pairs.jsonl"
+    config = TrainConfig(data=str(path), tokenizer=tokenizer, preference="dpo", eval_fraction=0)
+    write_jsonl(path, [{"chosen": chosen, "rejected": rejected, "messages": chosen}] * 3)
+    refuses(lambda: PairSource(config, job, 64), "take messages out")
+    write_jsonl(path, [{"chosen": chosen, "rejected": rejected}] * 3)
+    PairSource(config, job, 64)
 
 
 SHAREGPT = {
@@ -284,13 +249,8 @@ ALPACA = {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be br
         ),
         (ALPACA, chat("Be brief.", "Hi", "Yo", "Add.\n2+2", "4", roles="suaua")),
         ({"instruction": "Hi", "input": "", "output": "Yo", "text": "Hi Yo"}, PLAIN),
-        (
-            {"messages": None, "prompt": PLAIN["messages"][:1], "completion": PLAIN["messages"][1:]},
-            PLAIN,
-        ),
         ({"conversations": None, "messages": PLAIN["messages"], "instruction": None, "text": None}, PLAIN),
     ],
-    ids=["sharegpt", "sharegpt with roles", "sharegpt with weights", "alpaca", "alpaca without input", "null", "nulls"],
 )
 def test_records_of_others_are_conversations(tmp_path, record, same):
     assert _shown(_open(tmp_path, [record], LLAMA3_TOOLS)) == _shown(_open(tmp_path, [same], LLAMA3_TOOLS))
@@ -302,17 +262,12 @@ def test_records_of_others_are_conversations(tmp_path, record, same):
         ({"conversations": [{"from": "bot", "value": "Hi"}]}, ["line 1", "turn 1", "'bot'", "gpt"]),
         ({"conversations": [{"from": "function_call", "value": "f()"}]}, ["line 1", "turn 1", "not JSON"]),
         ({"conversations": "Hi"}, ["line 1", "conversations", "list"]),
-        ({"conversations": ["Hi"]}, ["line 1", "role"]),
         ({"instruction": "Hi", "output": "Yo", "history": ["a"]}, ["line 1", "history", "pairs"]),
         ({"instruction": "Hi", "output": 4}, ["line 1", "content of message 2"]),
-        ({"instruction": ["Hi"], "output": "Yo"}, ["line 1", "instruction"]),
     ],
 )
 def test_records_of_others_that_are_not_understood_are_refused(tmp_path, record, expected):
-    with pytest.raises(ValueError) as caught:
-        _open(tmp_path, [record])
-    for part in expected:
-        assert part in str(caught.value)
+    refuses(lambda: _open(tmp_path, [record]), *expected)
 
 
 # Arguments are joined to text, as in DeepSeek's templates.
@@ -334,8 +289,7 @@ def test_arguments_are_objects_or_text_as_the_template_takes_them(tmp_path):
         assert '"parameters": {}}' in shown(template, {})
     assert '{"city":"Zürich"}' in shown(TEXT_ONLY, '{"city":"Zürich"}')
     for wrong in ("f(x)", "[1]", [1]):
-        with pytest.raises(ValueError, match=r"line 1: message 2 .*arguments"):
-            shown(LLAMA3_TOOLS, wrong)
+        refuses(lambda wrong=wrong: shown(LLAMA3_TOOLS, wrong), "line 1: message 2", "arguments")
 
 
 def test_a_message_with_train_false_is_not_trained(tmp_path):
@@ -345,8 +299,7 @@ def test_a_message_with_train_false_is_not_trained(tmp_path):
     for template in (CHATML, MARKED):
         shown = _shown(_open(tmp_path, [record], template))
         assert f"\nNo{END}" in shown and f"[[Yo{END}]]" in shown and shown.count("[[") == 1
-    for message, train, expected in ((0, True, "message 1 has train true"), (1, "no", "message 2 has train 'no'")):
+    for message, train, fact in ((0, True, "message 1 has train true"), (1, "no", "message 2 has train 'no'")):
         wrong = json.loads(json.dumps(record))
         wrong["messages"][message]["train"] = train
-        with pytest.raises(ValueError, match=f"line 1: {expected}"):
-            _open(tmp_path, [wrong])
+        refuses(lambda wrong=wrong: _open(tmp_path, [wrong]), "line 1", fact)

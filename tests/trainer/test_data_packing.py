@@ -86,17 +86,6 @@ def test_every_byte_is_a_target_once_and_no_target_crosses_a_document(texts, seq
     assert (rows["positions"][:, 1:][~same] == 0).all() and (rows["positions"][:, 0] == 0).all()
 
 
-@settings(max_examples=40, deadline=None)
-@given(TEXTS, st.integers(1, 17))
-def test_across_documents_every_target_is_the_next_input_of_the_stream(texts, seq_len):
-    with tempfile.TemporaryDirectory() as directory:
-        rows = _one_pass(_open(directory, texts, seq_len=seq_len, cross_documents=True), batch_size=1)
-    real = rows["weights"] > 0
-    np.testing.assert_array_equal(rows["targets"][real][:-1], rows["tokens"][real][1:])
-    np.testing.assert_array_equal(rows["segment_ids"], real)
-    np.testing.assert_array_equal(rows["positions"], np.arange(seq_len) * real)
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=80), st.integers(1, 17), st.booleans(), st.booleans())
 def test_token_file_loses_no_transition_and_begins_a_segment_at_each_separator(ids, seq_len, cross, has_eod):
@@ -121,10 +110,3 @@ def test_cut_file_loses_only_the_transitions_over_its_cuts(tmp_path):
     rows = _one_pass(data, batch_size=1)
     assert len(data.train) == 4
     assert rows["weights"].sum() == len(text) + 1 - 3
-
-
-def test_arrays_have_the_documented_types():
-    with tempfile.TemporaryDirectory() as directory:
-        rows = _one_pass(_open(directory, ["abc"], seq_len=8), batch_size=1)
-    integers = dict.fromkeys(("tokens", "targets", "segment_ids", "positions"), np.int32)
-    assert {name: array.dtype for name, array in rows.items()} == {**integers, "weights": np.float32}

@@ -1,6 +1,5 @@
 """The options that both commands share: what they mean and what they refuse."""
 
-import dataclasses
 import inspect
 import json
 import re
@@ -12,7 +11,6 @@ import pytest
 import tyro
 
 import jfsdp
-from jfsdp.cli.explain import Explain
 from jfsdp.train.update.ema import TrackEmaState
 from jfsdp.train.update.low_precision import LowPrecisionState
 from jfsdp.trainer import options
@@ -33,12 +31,6 @@ def arguments(**texts):
     return options.sharding_arguments(read(**texts))
 
 
-def test_every_argument_is_one_of_fully_shard_and_of_train_step():
-    assert arguments().keys() <= inspect.signature(jfsdp.fully_shard).parameters.keys()
-    step = inspect.signature(jfsdp.ShardedModel.train_step).parameters
-    assert options.step_arguments(ShardingOptions()).keys() <= step.keys()
-
-
 def test_defaults_are_those_of_the_library_but_for_bfloat16_and_remat():
     ours = arguments() | {"mp_policy": None, "offload_policy": None, "remat": "none"}
     defaults = {name: x.default for name, x in inspect.signature(jfsdp.fully_shard).parameters.items()}
@@ -46,12 +38,6 @@ def test_defaults_are_those_of_the_library_but_for_bfloat16_and_remat():
     assert arguments()["mp_policy"] == jfsdp.MixedPrecisionPolicy("bfloat16")
     assert arguments()["offload_policy"] == jfsdp.OffloadPolicy()
     assert arguments()["remat"] == "full"
-
-
-def test_both_commands_take_all_options():
-    names = {field.name for field in dataclasses.fields(ShardingOptions)}
-    for config in (TrainConfig, Explain):
-        assert names <= {field.name for field in dataclasses.fields(config)}
 
 
 @pytest.mark.parametrize(
@@ -120,13 +106,7 @@ LORAS = {
     "dropout=0.05,targets=a": jfsdp.LoRA(targets=("a",), dropout=0.05),
     "targets=a,rslora=True,dora=false,also=norm,head": jfsdp.LoRA(targets=("a",), rslora=True, also=("norm", "head")),
     "alpha=1e-1,targets=a,rank=3,targets=b,c": jfsdp.LoRA(targets=("a", "b", "c"), rank=3, alpha=0.1),
-    "alpha=1e-1,targets=a,,b": jfsdp.LoRA(targets=("a", "b"), alpha=0.1),
 }
-
-
-@pytest.mark.parametrize("text", LORAS)
-def test_a_text_of_keys_and_values_becomes_a_lora(text):
-    assert wrap(lora=(text,)).loras == (LORAS[text],)
 
 
 def test_loras_and_codecs_wrap_the_model_once():
@@ -136,28 +116,22 @@ def test_loras_and_codecs_wrap_the_model_once():
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "facts"),
     [
-        ("", "has no targets; name the matrices"),
-        ("rank=8", "--lora 'rank=8': has no targets"),
-        ("**.up.kernel", r"'\*\*\.up\.kernel' is not KEY=VALUE; the keys are rank, alpha"),
-        ("targets=a,r=8", "--lora 'targets=a,r=8': there is no 'r'; the keys are rank, alpha"),
-        ("targets=a,rank=8.5", "rank=8.5 is not a whole number"),
-        ("targets=a,rank=8,16", "rank=8,16 is not a whole number"),
-        ("targets=a,alpha=much", "alpha=much is not a number"),
-        ("targets=a,dora=1", "dora=1 is not true or false"),
-        ("targets=a,rank=", "rank= is not a whole number"),
-        ("targets=a,rank=0", "rank=0"),
-        ("targets=a,alpha=nan", "alpha="),
-        ("targets=a,alpha=0", r"LoRA\(alpha=0.0\): scales what adapters add; say a number above 0"),
-        ("targets=", "has no targets"),
-        ("targets=a,rank=2,rank=3", "rank=2,3 is not a whole number"),
-        ("=a", "'=a' is not KEY=VALUE"),
+        ("", ["targets"]),
+        ("rank=8", ["--lora 'rank=8'", "targets"]),
+        ("**.up.kernel", ["'**.up.kernel'", "KEY=VALUE", "rank, alpha"]),
+        ("targets=a,r=8", ["--lora 'targets=a,r=8'", "'r'", "rank, alpha"]),
+        *(
+            (f"targets=a,{part}", [part])
+            for part in ("rank=8.5", "rank=8,16", "alpha=much", "dora=1", "rank=", "rank=0")
+        ),
+        ("targets=a,alpha=0", ["alpha=0.0"]),
+        ("=a", ["'=a'"]),
     ],
 )
-def test_a_lora_that_cannot_be_read_is_refused_by_key(text, words):
-    with pytest.raises(ValueError, match=words):
-        wrap(lora=(text,))
+def test_a_lora_that_cannot_be_read_is_refused_by_key(text, facts):
+    refuses(lambda: wrap(lora=(text,)), *facts)
 
 
 def job(learning_rate=optax.adam):
@@ -170,83 +144,51 @@ def test_moments_are_rounded_and_averages_are_not():
     low, ema = state
     assert isinstance(low, LowPrecisionState) and low.inner[0].mu["w"].dtype == jnp.bfloat16
     assert isinstance(ema, TrackEmaState) and ema.ema["w"].dtype == jnp.float32
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"ema": 1.0}, "--ema 1.0 must be at least 0 and below 1; 0.999"),
-        ({"opt_state_dtype": "int8"}, "--opt-state-dtype 'int8' is not available; use bfloat16"),
-    ],
-)
-def test_optimizers_that_cannot_be_are_refused_in_words_of_the_options(changes, words):
-    with pytest.raises(ValueError, match=words):
-        options.make_optimizer(ShardingOptions(**changes), job(), 1e-3)
+    for wrong, fact in (
+        (ShardingOptions(ema=1.0), "--ema 1.0"),
+        (ShardingOptions(opt_state_dtype="int8"), "--opt-state-dtype 'int8'"),
+    ):
+        refuses(lambda wrong=wrong: options.make_optimizer(wrong, job(), 1e-3), fact)
 
 
 @pytest.mark.parametrize(
     ("message", "words"),
     [
         ('sync="last": needs reshard_after_backward=False', "--sync last: needs --no-reshard-after-backward"),
-        ("pass reshard_after_forward=n", "pass --reshard-after-forward n"),
-        ("the model has dim=3", "the model has dim=3"),
         ("check_loss=False skips it", "--no-check-loss skips it"),
-        ("prefetch=-1.5e-05, min_size=None", "--prefetch -1.5e-05, --min-size None"),
-        ("min_size=0.0 must be positive, or None", "--min-size 0.0 must be positive, or none"),
-        ("compiler_options['xla_a']: leave it out", "--xla xla_a: leave it out"),
-        ("name it with storage=", "name it with --storage"),
-        ("strategy 'zero4' is unknown", "--strategy 'zero4' is unknown"),
+        ("prefetch=-1.5e-05, min_size=None", "--prefetch -1.5e-05, --min-size none"),
         ("GPT2Config.remat=3 and frozen=('a',)", "GPT2Config.remat=3 and frozen=('a',)"),
     ],
 )
 def test_messages_of_the_library_are_said_in_options(message, words):
-    assert options.as_options(message) == words
+    assert options.as_options(message).lower() == words.lower()
 
 
-def test_what_the_cpu_cannot_compute_in_float16_has_a_remedy():
-    error = ValueError("The precision 'F16_F16_F32' is not supported by dot_general on CPU")
-    told = options.describe_error(error, TrainConfig)
-    assert told.startswith("--param-dtype float16: ") and told.endswith("; use bfloat16 or float32, or GPUs")
-
-
-@pytest.mark.parametrize(
-    ("args", "words"),
-    [
+def test_an_unknown_option_is_refused_with_close_ones():
+    for args, facts in (
         (["--lr", "3"], ["--lr:", "--learning-rate"]),
         (["--batchsize=4"], ["--batchsize:", "--batch-per-device"]),
         (["--epochs", "3"], ["--epochs:", "--help"]),
-        (["--eod-id", "3"], ["--eod-id:", "eod_id", "FILE.bin.json"]),
+        (["--eod-id", "3"], ["--eod-id:", "FILE.bin.json"]),
         (["--no-deterministic"], ["--no-deterministic:", "XLA_FLAGS=--xla_gpu_deterministic_ops=true"]),
-    ],
-)
-def test_an_unknown_option_is_refused_with_close_ones(args, words):
-    with pytest.raises(ValueError) as refused:
-        check_known(args, TrainConfig)
-    assert all(word in str(refused.value) for word in words)
-
-
-def test_known_options_in_every_spelling_are_let_through():
+    ):
+        refuses(lambda args=args: check_known(args, TrainConfig), *facts)
     check_known(["--no-check-loss", "--run_dir", "x", "--seed=1", "--help", "-h", "word"], TrainConfig)
 
 
-@pytest.mark.parametrize("value", [-2, 0, 2**31, float("nan"), float("inf")])
-@pytest.mark.parametrize("name", ["batch_per_device", "seq_len", "accumulate"])
-def test_numbers_that_no_step_has_are_refused_by_option(name, value):
-    with pytest.raises((TypeError, ValueError), match=f"{name}={value}"):
-        TrainConfig(**{name: value})
-
-
 @pytest.mark.parametrize(
-    ("fields", "words"),
+    ("fields", "error", "facts"),
     [
-        ({"steps": "9"}, ["steps='9'", "whole number"]),
-        ({"mesh": "fsdp=2"}, ["mesh='fsdp=2'", "tuple of text and a whole number"]),
-        ({"mesh": (("fsdp", "2"),)}, ["mesh[0][1]='2'"]),
-        ({"skip_nonfinite": 1}, ["skip_nonfinite=1"]),
+        *(({n: x}, ValueError, [f"{n}={x}"]) for n in ("batch_per_device", "accumulate") for x in (-2, 0, 2**31)),
+        ({"seq_len": float("nan")}, TypeError, ["seq_len=nan"]),
+        ({"steps": "9"}, TypeError, ["steps='9'", "whole number"]),
+        ({"mesh": "fsdp=2"}, TypeError, ["mesh='fsdp=2'"]),
+        ({"mesh": (("fsdp", "2"),)}, TypeError, ["mesh[0][1]='2'"]),
+        ({"skip_nonfinite": 1}, TypeError, ["skip_nonfinite=1"]),
     ],
 )
-def test_options_of_a_wrong_type_are_refused_in_python(fields, words):
-    refuses(lambda: TrainConfig(**fields), *words, error=TypeError)
+def test_values_and_types_that_no_option_takes_are_refused_in_python(fields, error, facts):
+    refuses(lambda: TrainConfig(**fields), *facts, error=error)
 
 
 @pytest.mark.parametrize("option", ["--run-dir", "--init-from", "--text-field", "--tracker"])
@@ -282,16 +224,17 @@ def test_a_recipe_with_values_that_no_command_takes_is_refused_by_option(fields,
     refuses(lambda: load_recipe(TrainConfig(), _recipe(tmp_path, **fields)), "recipe.json", *words)
 
 
+def test_of_two_values_the_last_counts_and_xla_takes_texts():
+    assert option_value("--recipe", ["--recipe", "stdlib", "--steps", "2", "--recipe=gpt2-stdlib"]) == "gpt2-stdlib"
+    assert made(TrainConfig, xla=TEXTS["xla"]).xla == (("a", "1,2"), ("b", "1.5"), ("c", None))
+    assert made(TrainConfig, quantized=("a=nf4", "a=int8")).quantized == (("a", "int8"),)
+
+
 def test_a_recipe_reads_texts_and_numbers_as_a_command_does(tmp_path):
     fields = {"warmup": "none", "steps": "9", "strategy": 3, "reshard_after_forward": True, "learning_rate": 1}
     found = load_recipe(TrainConfig(warmup=3), _recipe(tmp_path, **fields))
     assert (found.warmup, found.steps, found.strategy, found.learning_rate) == (None, 9, 3, 1.0)
     assert found.reshard_after_forward is True
-
-
-def test_the_last_of_two_recipes_counts_as_the_last_of_any_option_does():
-    assert option_value("--recipe", ["--recipe", "stdlib", "--steps", "2", "--recipe=gpt2-stdlib"]) == "gpt2-stdlib"
-    assert option_value("--recipe", ["--steps", "2"]) is None
 
 
 TEXTS = {
@@ -311,8 +254,3 @@ def test_the_text_of_a_value_is_read_as_that_value(name):
     value = getattr(made(TrainConfig, **{name: TEXTS[name]}), name)
     parts = [write((part,)) for part in value] if isinstance(TEXTS[name], tuple) else write(value)
     assert getattr(made(TrainConfig, **{name: parts}), name) == value
-
-
-def test_of_two_values_for_a_name_the_last_counts_and_xla_takes_texts():
-    assert made(TrainConfig, xla=TEXTS["xla"]).xla == (("a", "1,2"), ("b", "1.5"), ("c", None))
-    assert made(TrainConfig, quantized=("a=nf4", "a=int8")).quantized == (("a", "int8"),)

@@ -24,7 +24,6 @@ from jfsdp.trainer.job import load_job
 from tests.options import config_of
 from tests.refusals import refusing, warning
 from tests.steps import fully_shard
-from tests.thin import thin
 
 FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=24", "vocab_size=37")
 TX = optax.chain(optax.adamw(1e-3), jfsdp.optim.track_ema(0.9))
@@ -88,6 +87,10 @@ def test_weights_come_into_any_form_and_the_optimizer_begins_from_them(target, w
     path, ours = weights
     state = load(path, target)
     assert_params(state, ours)
+    like = sharded(target).abstract_state(TX)
+    assert jax.tree.structure(state) == jax.tree.structure(like)
+    for value, wanted in zip(jax.tree.leaves(state), jax.tree.leaves(like), strict=True):
+        assert (value.shape, value.dtype, value.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
     assert int(state.step) == 0
     averages = state.opt_state[1]
     found = jax.tree.leaves(averages)
@@ -98,14 +101,6 @@ def test_weights_come_into_any_form_and_the_optimizer_begins_from_them(target, w
         assert np.asarray(copy).tobytes() == np.asarray(state.params[name].astype(jnp.bfloat16)).tobytes()
     if "zero1" in target:
         assert state.work
-
-
-def test_a_loaded_state_trains(weights):
-    model = sharded("full_shard on 8")
-    state = load(weights[0], "full_shard on 8")
-    batch = jax.tree.map(lambda x: np.ones(x.shape, x.dtype), job().batch(8, 8))
-    _, metrics = model.train_step(job().loss, TX)(state, batch)
-    assert np.isfinite(float(metrics["loss"]))
 
 
 def test_a_torch_file_and_a_checkpoint_of_ours_give_the_same_state(weights, tmp_path):
@@ -138,22 +133,25 @@ def test_every_byte_is_read_once_and_no_slice_is_larger_than_a_device_holds(weig
     assert sum(totals.values()) == sum(value.nbytes for value in ours.values())
 
 
-@pytest.mark.parametrize("target", thin(["flat storage", "full_shard on 3"]))
+@pytest.mark.parametrize("target", ["flat storage", pytest.param("full_shard on 3", marks=pytest.mark.proof)])
 def test_averages_are_read_in_place_of_parameters(target, weights, tmp_path):
     state = load(weights[0], target)
-    state = dataclasses.replace(state, opt_state=jax.tree.map(lambda x: x * 2, state.opt_state))
+    doubled = jax.tree.map(
+        lambda x: jax.device_put(np.asarray(x) * np.asarray(2, x.dtype), x.sharding), state.opt_state
+    )
+    state = dataclasses.replace(state, opt_state=doubled)
     jfsdp.checkpoint.save(tmp_path / "c", state)
     leaves = as_model(job().model).params
     source = pretrained.our_parameters(tmp_path / "c", leaves, averages=True)
     for name in leaves:
         wanted = np.asarray(jfsdp.checkpoint.gather_leaf(with_ema(state), name))
         assert wanted.any() and np.array_equal(read_whole(source, name), wanted), name
-    jfsdp.checkpoint.save(tmp_path / "plain", sharded(target).init(optax.adamw(1e-3)))
+    jfsdp.checkpoint.save(tmp_path / "plain", sharded(target).init(optax.sgd(1.0)))
     with refusing("--ema"):
         pretrained.our_parameters(tmp_path / "plain", leaves, averages=True)
 
 
-@pytest.mark.parametrize("target", ["full_shard on 3", "full_shard on 2x4", "flat storage"])
+@pytest.mark.parametrize("target", ["full_shard on 3", "flat storage"])
 def test_weights_that_are_not_finite_are_no_beginning_unless_that_is_said(target, weights, tmp_path):
     tensors = safetensors.numpy.load_file(weights[0])
     tensors["model.norm.weight"][[0, 3]] = np.nan, np.inf

@@ -15,7 +15,7 @@ from jfsdp.checkpoint.source import read_whole
 from jfsdp.modules.adapt import as_model
 from tests.checkpoint.arrays import Arrays
 from tests.checkpoint.foreign.test_peft import Adapted, arrays_of, change, rewrite, write_base
-from tests.refusals import refusing
+from tests.refusals import refuses, refusing
 
 HEAD, PREFIX = "lm_head", "base_model.model."
 EMBEDDING = {"llama, tied": ("embed.embedding", "model.embed_tokens"), "gpt2": ("wte.embedding", "transformer.wte")}
@@ -60,8 +60,7 @@ def test_a_trained_embedding_goes_out_as_embedding_and_head_and_comes_back(name,
     change(adapter.path, modules_to_save=[module])
     assert read_loras(adapter.path, given.names, given.leaves)[0].also == [leaf]
     change(adapter.path, ensure_weight_tying=False)
-    with pytest.raises(ValueError, match=r"lm_head\.weight is not available"):
-        open_peft(adapter.path)
+    refuses(lambda: open_peft(adapter.path), "lm_head.weight")
 
 
 def test_an_untied_embedding_goes_out_alone(tmp_path):
@@ -72,17 +71,22 @@ def test_an_untied_embedding_goes_out_alone(tmp_path):
     assert adapter.saved() == ["model.embed_tokens.weight"]
 
 
-@pytest.mark.parametrize("kind", ["embedding", "head", "apart", "lora"])
-@pytest.mark.parametrize("name", EMBEDDING)
+KINDS = [
+    *(("llama, tied", kind) for kind in ("embedding", "head", "apart", "lora")),
+    ("gpt2", "head"),
+    ("gpt2", "lora"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_an_adapter_that_unties_is_refused_and_merged_into_weights_with_two_arrays(name, kind, tmp_path):
     given, module = Adapted(name), EMBEDDING[name][1]
     path = changed(given, tmp_path / "adapter", name, kind)
-    message = rf"{module}.*{HEAD}.*ensure_weight_tying=True.*checkpoint merge"
-    with pytest.raises(ValueError, match=message):
-        read_loras(path, given.names, given.leaves)
-    with pytest.raises(ValueError, match=message):
-        adapter_source(open_peft(path), given.names, given.adapters, given.leaves)
-
+    for use in (
+        lambda: read_loras(path, given.names, given.leaves),
+        lambda: adapter_source(open_peft(path), given.names, given.adapters, given.leaves),
+    ):
+        refuses(use, module, HEAD, "ensure_weight_tying=True", "checkpoint merge")
     config = config_json(given.names, given.job.config, 64)
     base = given.base()
     write_safetensors(Arrays(base), tmp_path / "base", texts={"config.json": config})
@@ -107,7 +111,7 @@ def test_a_wrong_fan_in_fan_out_is_refused_by_name(tmp_path):
     given = Adapted("gpt2")
     path = given.write(tmp_path / "adapter")
     change(path, fan_in_fan_out=False)
-    with pytest.raises(ValueError, match=r"c_attn\.weight.*fan_in_fan_out.*true"):
+    with refusing("c_attn.weight", "fan_in_fan_out"):
         Merged(Arrays(given.base()), open_peft(path))
 
 
@@ -126,13 +130,8 @@ def test_a_table_of_an_unknown_name_is_not_merged_into_a_base_without_a_head(tmp
     given = Adapted("llama, tied")
     path = changed(given, tmp_path / "adapter", "llama, tied", "embedding")
     change(path, modules_to_save=["tok"])
-    rewrite(
-        path,
-        {
-            name.replace("model.embed_tokens", "tok"): x
-            for name, x in arrays_of(SafetensorsSource(path / WEIGHTS)).items()
-        },
-    )
+    arrays = arrays_of(SafetensorsSource(path / WEIGHTS))
+    rewrite(path, {name.replace("model.embed_tokens", "tok"): x for name, x in arrays.items()})
     base = {name.replace("model.embed_tokens", "tok"): x for name, x in given.base().items()}
     with refusing("tok.weight", "lm_head.weight", "merge_and_unload"):
         Merged(Arrays(base), open_peft(path))
@@ -141,27 +140,21 @@ def test_a_table_of_an_unknown_name_is_not_merged_into_a_base_without_a_head(tmp
 def test_a_module_of_which_only_some_arrays_are_trained_is_not_written(tmp_path):
     given = Adapted("gpt2")
     given.parts["ln_f.scale"] = np.ones(16, np.float32)
-    with pytest.raises(ValueError, match=r"ln_f\.bias.*transformer\.ln_f.*also="):
-        given.write(tmp_path / "adapter")
+    refuses(lambda: given.write(tmp_path / "adapter"), "ln_f.bias", "transformer.ln_f", "also=")
     given.parts["ln_f.bias"] = np.ones(16, np.float32)
     assert open_peft(given.write(tmp_path / "adapter")).options["modules_to_save"] == ["transformer.ln_f"]
 
 
-UNKNOWN = {
-    "embedding": ("model.embed_tokens.lora_embedding_A", r"lora_embedding_A .*adapts an embedding.*modules_to_save"),
-    "norm": ("model.layers.0.self_attn.q_proj.lora_magnitude_vector", r"norm of DoRA.*use_dora=False"),
-    "copy": ("model.embed_tokens.weight", r"embed_tokens\.weight .*save_embedding_layers=False"),
-}
-
-
-@pytest.mark.parametrize("case", UNKNOWN)
-def test_an_array_that_is_not_read_is_refused_with_its_own_reason(case, tmp_path):
-    name, message = UNKNOWN[case]
+def test_an_array_that_is_not_read_is_refused_with_its_own_reason(tmp_path):
     path = Adapted("llama").write(tmp_path / "adapter")
-    rewrite(path, arrays_of(SafetensorsSource(path / WEIGHTS)) | {f"{PREFIX}{name}": table()})
-    with pytest.raises(ValueError, match=message) as error:
-        open_peft(path)
-    assert ("use_dora" in str(error.value)) == (case == "norm")
+    arrays = arrays_of(SafetensorsSource(path / WEIGHTS))
+    for name, remedy in (
+        ("model.embed_tokens.lora_embedding_A", "modules_to_save"),
+        ("model.layers.0.self_attn.q_proj.lora_magnitude_vector", "use_dora=False"),
+        ("model.embed_tokens.weight", "save_embedding_layers=False"),
+    ):
+        rewrite(path, arrays | {f"{PREFIX}{name}": table()})
+        refuses(lambda: open_peft(path), name, remedy)
 
 
 def test_modules_to_save_are_the_ends_of_names(tmp_path):
@@ -174,7 +167,7 @@ def test_modules_to_save_are_the_ends_of_names(tmp_path):
     assert read_loras(path, given.names, given.leaves)[0].also == ["layers.attn_norm.scale"]
 
 
-@pytest.mark.parametrize("wrapper", ["", "module.", "_orig_mod."])
+@pytest.mark.parametrize("wrapper", ["", "_orig_mod."])
 def test_an_adapter_that_torch_saved_is_read(wrapper, tmp_path):
     given = Adapted("llama")
     path = given.write(tmp_path / "adapter")
@@ -185,5 +178,4 @@ def test_an_adapter_that_torch_saved_is_read(wrapper, tmp_path):
     assert found.keys() == given.parts.keys()
     assert all(np.array_equal(found[name], x) for name, x in given.parts.items())
     (path / "adapter_model.bin").unlink()
-    with pytest.raises(ValueError, match=r"adapter_model\.safetensors: is not there"):
-        open_peft(path)
+    refuses(lambda: open_peft(path), "adapter_model.safetensors")

@@ -1,5 +1,6 @@
 """Safetensors files read by slices and written in pieces, against the library's own reader and writer."""
 
+import functools
 import json
 import os
 import shutil
@@ -13,10 +14,10 @@ import pytest
 import safetensors.numpy
 
 from jfsdp.checkpoint.foreign import export
-from jfsdp.checkpoint.foreign.export import row_cell, write_safetensors
+from jfsdp.checkpoint.foreign.export import write_safetensors
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
-from jfsdp.checkpoint.source import grid, read_whole
-from tests.refusals import refusing
+from jfsdp.checkpoint.source import read_whole
+from tests.refusals import refuses, refusing
 
 SHAPES = {
     "scalar": (),
@@ -97,22 +98,6 @@ def test_a_slice_of_leading_dims_is_one_read_of_its_bytes(tmp_path, bytes_read):
     assert bytes_read == [60 * 4, 4 * 3000 * 4]
 
 
-def test_columns_far_apart_are_read_by_themselves(tmp_path, bytes_read):
-    make_file(tmp_path / "x.safetensors")
-    source = SafetensorsSource(tmp_path / "x.safetensors")
-    source.read("wide", (slice(0, 12), slice(100, 200)))
-    assert bytes_read == [400] * 12
-
-
-def test_columns_close_together_are_read_with_what_is_between_them(tmp_path, bytes_read, monkeypatch):
-    monkeypatch.setattr("jfsdp.checkpoint.foreign.safetensors._SPAN_BYTES", 24_000)
-    arrays = make_file(tmp_path / "x.safetensors")
-    source = SafetensorsSource(tmp_path / "x.safetensors")
-    part = source.read("wide", (slice(1, 6), slice(0, 2500)))
-    assert np.array_equal(part, arrays["wide"][1:6, :2500])
-    assert bytes_read == [12_000 + 10_000, 12_000 + 10_000, 10_000]
-
-
 def test_an_index_joins_its_files(tmp_path):
     parts = [{"a": np.arange(6.0).reshape(2, 3)}, {"b": np.arange(4)}]
     for place, part in enumerate(parts):
@@ -131,24 +116,20 @@ def make_index(directory, weight_map):
 
 
 @pytest.mark.parametrize(
-    ("weight_map", "message"),
+    ("weight_map", "facts"),
     [
-        ({"a": "one.safetensors", "b": "two.safetensors"}, "index.json: names two.safetensors, and no such file"),
-        (
-            {"a": "one.safetensors", "b": "one.safetensors"},
-            r"one.safetensors: is unlike its index.*missing: b; of another file: none",
-        ),
-        ({}, None),
-        ("no dict", "is not an index"),
-        ({"a": "../one.safetensors"}, r"'\.\./one\.safetensors' leads out"),
-        ({"a": "/etc/passwd"}, "'/etc/passwd' leads out"),
-        ({"a": 7}, "7 leads out"),
+        ({"a": "one.safetensors", "b": "two.safetensors"}, ["index.json", "two.safetensors"]),
+        ({"a": "one.safetensors", "b": "one.safetensors"}, ["one.safetensors", "missing: b"]),
+        ({}, []),
+        ("no dict", ["index"]),
+        ({"a": "../one.safetensors"}, ["'../one.safetensors'"]),
+        ({"a": "/etc/passwd"}, ["'/etc/passwd'"]),
+        ({"a": 7}, ["7"]),
     ],
 )
-def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, message):
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, facts):
     make_index(tmp_path, weight_map)
-    with pytest.raises(ValueError, match=message):
-        SafetensorsSource(tmp_path)
+    refuses(lambda: SafetensorsSource(tmp_path), *facts)
 
 
 def test_the_links_of_a_cache_are_followed(tmp_path):
@@ -162,59 +143,33 @@ def test_the_links_of_a_cache_are_followed(tmp_path):
     assert list(SafetensorsSource(snapshot).arrays) == ["a"]
 
 
-def claim_header(file):
-    file.write_bytes((1 << 60).to_bytes(8, "little") + file.read_bytes()[8:])
+HEADER = (1 << 60).to_bytes(8, "little")
+HARM = {
+    "cut off": lambda data: data[:-10],
+    "cut off at 0 bytes": lambda data: b"",
+    "damaged": lambda data: data[:8] + b"?" + data[9:],
+    "damaged:": lambda data: HEADER + data[8:],
+    "Git LFS": lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+}
 
 
-def cut_off(file):
-    file.write_bytes(file.read_bytes()[:-10])
-
-
-def damage_header(file):
-    file.write_bytes(file.read_bytes()[:8] + b"?" + file.read_bytes()[9:])
-
-
-def point(file):
-    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-
-
-def empty(file):
-    file.write_bytes(b"")
-
-
-@pytest.mark.parametrize(
-    ("harm", "message"),
-    [
-        (cut_off, "cut off at"),
-        (damage_header, "damaged"),
-        (point, "Git LFS"),
-        (claim_header, "damaged"),
-        (empty, "cut off at 0 bytes"),
-    ],
-)
-def test_a_damaged_file_is_refused_by_its_path(tmp_path, harm, message):
-    make_file(tmp_path / "model.safetensors")
-    harm(tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"{tmp_path}/model.safetensors: .*{message}"):
-        SafetensorsSource(tmp_path)
-
-
-def test_a_file_cut_off_after_it_was_opened_is_seen(tmp_path):
-    make_file(tmp_path / "x.safetensors")
-    source = SafetensorsSource(tmp_path / "x.safetensors")
-    os.truncate(tmp_path / "x.safetensors", 1000)
-    with pytest.raises(ValueError, match=r"x.safetensors: ended at byte"):
-        read_whole(source, "wide")
+def test_a_damaged_file_is_refused_by_its_path(tmp_path):
+    path = tmp_path / "model.safetensors"
+    make_file(path)
+    whole, source = path.read_bytes(), SafetensorsSource(tmp_path)
+    for fact, harm in HARM.items():
+        path.write_bytes(harm(whole))
+        refuses(lambda: SafetensorsSource(tmp_path), path, fact.strip(":"))
+    path.write_bytes(whole[:1000])
+    refuses(lambda: read_whole(source, "wide"), path, "ended at byte")
 
 
 def test_a_directory_without_weights_is_refused_with_what_is_there(tmp_path):
     with refusing(tmp_path, "model.safetensors"):
         SafetensorsSource(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"there are pytorch_model.bin.* or a file"):
-        SafetensorsSource(tmp_path)
-    with pytest.raises(ValueError, match=r"nowhere: is not there"):
-        SafetensorsSource(tmp_path / "nowhere")
+    refuses(lambda: SafetensorsSource(tmp_path), "pytorch_model.bin")
+    refuses(lambda: SafetensorsSource(tmp_path / "nowhere"), tmp_path / "nowhere")
 
 
 def test_what_is_written_the_library_reads(tmp_path):
@@ -265,38 +220,23 @@ def test_a_value_beyond_the_range_is_refused_and_nothing_stays(tmp_path):
     assert write_safetensors(infinite, tmp_path / "out", dtype="float16", allow_nonfinite=True).nonfinite
 
 
-def test_nothing_is_overwritten(tmp_path):
-    (tmp_path / "out").mkdir()
-    with refusing(f"{tmp_path}/out", "exists"):
-        write_safetensors(Arrays(make_arrays()), tmp_path / "out")
-    assert os.listdir(tmp_path / "out") == []
-
-
-def test_a_full_disk_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_what_cannot_be_written_is_refused_and_nothing_is_overwritten(tmp_path, monkeypatch):
+    out, counts = tmp_path / "out", {"counts": np.zeros(2, np.int32)}
+    for arrays, options, facts in (
+        ({"w": np.zeros(2, np.complex64)}, {}, ["w:", "complex64"]),
+        (make_arrays(), {"dtype": "int8"}, ["'int8'"]),
+        (counts, {"dtype": "int4096"}, ["'int4096'"]),
+        (make_arrays(), {"max_shard_bytes": 0}, ["max_shard_bytes=0"]),
+    ):
+        refuses(functools.partial(write_safetensors, Arrays(arrays), out, **options), *facts)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(100, 90, 10))
-    with refusing("1,196,406", "10", error=OSError):
-        write_safetensors(Arrays(make_arrays()), tmp_path / "new" / "out")
+    refuses(
+        lambda: write_safetensors(Arrays(make_arrays()), tmp_path / "new" / "out"), "1,196,406", "10", error=OSError
+    )
     assert os.listdir(tmp_path) == []
-
-
-def test_what_cannot_be_written_is_refused(tmp_path):
-    with refusing("w:", "complex64"):
-        write_safetensors(Arrays({"w": np.zeros(2, np.complex64)}), tmp_path / "out")
-    for dtype, words in (("int8", "dtype 'int8' does not hold weights"), ("int4096", "dtype 'int4096' is unknown")):
-        for arrays in (make_arrays(), {"counts": np.zeros(2, np.int32)}):
-            with pytest.raises(ValueError, match=words):
-                write_safetensors(Arrays(arrays), tmp_path / "out", dtype=dtype)
-    with pytest.raises(ValueError, match="max_shard_bytes=0 must be at least 1"):
-        write_safetensors(Arrays(make_arrays()), tmp_path / "out", max_shard_bytes=0)
-
-
-@pytest.mark.parametrize("shape", [(), (7,), (5, 9), (3, 4, 5), (1, 1, 30), (0, 4), (4, 0)])
-@pytest.mark.parametrize("most", [1, 2, 7, 20, 1000])
-def test_pieces_of_rows_follow_one_another_and_cover_an_array(shape, most):
-    array = np.arange(np.prod(shape, dtype=int)).reshape(shape)
-    parts = [array[index].reshape(-1) for index in grid(shape, row_cell(shape, most))]
-    assert all(part.size <= most for part in parts)
-    assert np.array_equal(np.concatenate([*parts, np.zeros(0)]), array.reshape(-1))
+    out.mkdir()
+    refuses(lambda: write_safetensors(Arrays(make_arrays()), out), out, "exists")
+    assert os.listdir(out) == []
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 
-from jfsdp.checkpoint.foreign.torch_names import _DTYPES, plain_name
 from jfsdp.checkpoint.foreign.torch_source import open_torch
-from jfsdp.checkpoint.source import Index, Source, read_whole
+from jfsdp.checkpoint.source import Index, read_whole
 from tests.refusals import refuses, refusing
 
+DTYPES = ["bool", "bfloat16", "float16", "float32", "float64", "complex64", "complex128", "uint8", "int8", "uint16"]
+DTYPES += ["int16", "uint32", "int32", "int64", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz"]
 WRITER = Path(__file__).with_name("torch_writer.py")
 
 
@@ -84,20 +85,13 @@ def test_every_tensor_of_a_sharded_model_comes_out_bitwise(file, saved, expected
 
 
 @pytest.mark.parametrize("file", ["dcp", "whole.pt"])
-@pytest.mark.parametrize("name", ["head.weight", "layers.1.weight", "gate.weight", "layers.0.bias"])
-def test_slices_equal_those_of_the_whole(file, name, saved):
+def test_slices_equal_those_of_the_whole(file, saved):
     source = open_torch(saved / file, key="model")
-    whole = read_whole(source, name)
-    for index in slices_of(whole.shape):
-        part = source.read(name, index)
-        assert (part.shape, part.tobytes()) == (whole[index].shape, whole[index].tobytes()), index
-
-
-def test_the_shards_of_these_tests_are_uneven_and_one_is_empty(saved):
-    chunks = FileSystemReader(saved / "dcp").read_metadata().state_dict_metadata
-    sizes = {name: [tuple(chunk.sizes) for chunk in getattr(x, "chunks", [])] for name, x in chunks.items()}
-    assert sizes["model.embed.weight"] == [(7, 6), (6, 6)]
-    assert sizes["model.gate.weight"] == [(1, 6), (0, 6)]
+    for name in ("head.weight", "layers.1.weight", "gate.weight", "layers.0.bias"):
+        whole = read_whole(source, name)
+        for index in slices_of(whole.shape):
+            part = source.read(name, index)
+            assert (part.shape, part.tobytes()) == (whole[index].shape, whole[index].tobytes()), (name, index)
 
 
 @pytest.mark.parametrize("file", ["dcp", "whole.pt"])
@@ -135,7 +129,7 @@ def test_only_the_chunks_that_a_slice_overlaps_are_read(rows, ranks, saved, expe
 @pytest.mark.parametrize("write", [write_dcp, write_pt])
 def test_every_dtype_that_is_read_comes_out_bitwise(write, tmp_path):
     bits = torch.arange(32, dtype=torch.uint8)
-    state = {n: (bits % 2 == 1) if n == "bool" else bits.view(getattr(torch, n)).clone() for n in sorted(_DTYPES)}
+    state = {n: (bits % 2 == 1) if n == "bool" else bits.view(getattr(torch, n)).clone() for n in DTYPES}
     source = open_torch(write(tmp_path / "c.pt", state))
     for name, tensor in state.items():
         found = read_whole(source, name)
@@ -158,19 +152,14 @@ def test_tied_transposed_and_empty_tensors_are_read_as_they_look(write, tmp_path
 # ---- names ----
 
 
-@pytest.mark.parametrize(
-    ("name", "plain"),
-    [
-        ("model.layers.0.weight", "model.layers.0.weight"),
-        ("module.model.norm.weight", "model.norm.weight"),
-        ("_orig_mod.module.w", "w"),
-        ("module._orig_mod.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.mlp.w", "layers.0.mlp.w"),
-        ("_fsdp_wrapped_module.head.module.w", "head.module.w"),
-        ("module", "module"),
-    ],
-)
-def test_wrappers_are_taken_out_of_names_and_nothing_else(name, plain):
-    assert plain_name([name]) == plain
+def test_wrappers_are_taken_out_of_names_and_nothing_else(tmp_path):
+    names = {
+        "module._orig_mod.layers.0._fsdp_wrapped_module._checkpoint_wrapped_module.mlp.w": "layers.0.mlp.w",
+        "_fsdp_wrapped_module.head.module.w": "head.module.w",
+        "module.norm.weight": "norm.weight",
+    }
+    path = write_pt(tmp_path / "c.pt", {name: torch.ones(1) for name in names})
+    assert set(open_torch(path).arrays) == set(names.values())
 
 
 NESTED = {
@@ -181,35 +170,19 @@ NESTED = {
 
 
 @pytest.mark.parametrize("write", [write_dcp, write_pt])
-@pytest.mark.parametrize(
-    ("key", "names"),
-    [
-        ("app.model", {"w": 2, "inner.v": 3}),
-        ("app", {"model.module.w": 2, "model.inner.v": 3, "optimizer.0": 4}),
-        ("b.ema", {"w": 1}),
-        ("", {"app.model.module.w": 2, "app.model.inner.v": 3, "app.optimizer.0": 4, "b.ema.w": 1}),
-    ],
-)
-def test_key_chooses_a_dict_by_its_path(write, key, names, tmp_path):
-    source: Any = open_torch(write(tmp_path / "c.pt", NESTED), key=key)
-    assert {name: x.shape[0] for name, x in source.arrays.items()} == names
-
-
-@pytest.mark.parametrize("write", [write_dcp, write_pt])
-@pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        (None, r"which of them holds the model is not guessed; pass key= .*; at the top are "),
-        ("model", r"has no dict 'model' with tensors; pass one of "),
-        ("step", r"has no dict 'step' with tensors; pass one of "),
-        ("app.model.inner.v", r"has no dict 'app.model.inner.v' with tensors"),
-    ],
-)
-def test_a_dict_is_never_guessed_and_the_top_is_listed(write, key, said, tmp_path):
-    with pytest.raises(ValueError, match=said) as error:
-        open_torch(write(tmp_path / "c.pt", NESTED), key=key)
-    for part in ("app (3 tensors)", "b.ema (1 tensors)", "step (no tensor)"):
-        assert part in str(error.value)
+def test_key_chooses_a_dict_by_its_path_and_none_is_guessed(write, tmp_path):
+    path = write(tmp_path / "c.pt", NESTED)
+    for key, names in {
+        "app.model": {"w": 2, "inner.v": 3},
+        "app": {"model.module.w": 2, "model.inner.v": 3, "optimizer.0": 4},
+        "b.ema": {"w": 1},
+        "": {"app.model.module.w": 2, "app.model.inner.v": 3, "app.optimizer.0": 4, "b.ema.w": 1},
+    }.items():
+        assert {name: x.shape[0] for name, x in open_torch(path, key=key).arrays.items()} == names
+    for key in (None, "model", "step", "app.model.inner.v"):
+        refused(
+            path, "app (3 tensors)", "b.ema (1 tensors)", "step (no tensor)", f"{key!r}" if key else "key=", key=key
+        )
 
 
 def test_two_names_that_are_one_without_wrappers_are_refused(tmp_path):
@@ -221,11 +194,8 @@ def test_two_names_that_are_one_without_wrappers_are_refused(tmp_path):
 # ---- what is refused ----
 
 
-def refused(path: Path, said: str, key: str | None = None) -> str:
-    with pytest.raises(ValueError, match=said) as error:
-        open_torch(path, key=key)
-    assert f"checkpoint {path}" in str(error.value)
-    return str(error.value)
+def refused(path: Path, *facts: str, key: str | None = None) -> None:
+    refuses(lambda: open_torch(path, key=key), path, *facts)
 
 
 def test_without_torch_the_error_names_the_extra(tmp_path, monkeypatch):
@@ -236,24 +206,18 @@ def test_without_torch_the_error_names_the_extra(tmp_path, monkeypatch):
             open_torch(each)
 
 
-def test_torch_is_imported_only_when_a_checkpoint_is_opened():
-    code = "import sys, jfsdp.checkpoint.foreign.torch_source; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
-
-
 def test_a_path_with_nothing_at_it_and_parts_of_a_checkpoint_are_refused(saved, tmp_path):
     refuses(lambda: open_torch(tmp_path / "none"), tmp_path / "none", "there is no such file")
     for part in (".metadata", "__0_0.distcp"):
-        assert f"pass its directory, {saved / 'dcp'}" in refused(saved / "dcp" / part, "is a part of a DCP checkpoint")
+        refused(saved / "dcp" / part, "directory", str(saved / "dcp"))
 
 
 def test_directories_that_are_no_complete_checkpoint_are_refused(tmp_path):
     (tmp_path / "c").mkdir()
-    refused(tmp_path / "c", r"has no \.metadata \(it was not written by DCP\)")
+    refused(tmp_path / "c", ".metadata")
     path = write_dcp(tmp_path / "d", {"w": torch.ones(3)})
     (path / ".metadata").unlink()
-    refused(path, r"has no \.metadata \(__0_0\.distcp is there, so the save was not finished\)")
+    refused(path, ".metadata", "__0_0.distcp", "not finished")
 
 
 def test_a_missing_or_short_file_of_one_process_is_named(saved, tmp_path):
@@ -261,9 +225,9 @@ def test_a_missing_or_short_file_of_one_process_is_named(saved, tmp_path):
     path.mkdir()
     for name in (".metadata", "__0_0.distcp"):
         (path / name).write_bytes((saved / "dcp" / name).read_bytes())
-    refused(path, r"__1_0\.distcp with [\w.]+ is missing; copy the files of all processes", "model")
+    refused(path, "__1_0.distcp", "missing", key="model")
     (path / "__1_0.distcp").write_bytes((saved / "dcp" / "__1_0.distcp").read_bytes()[:-1])
-    refused(path, r"__1_0\.distcp with [\w.]+ has [\d,]+ of [\d,]+ bytes", "model")
+    refused(path, "__1_0.distcp", "bytes", key="model")
 
 
 def change_metadata(path: Path, change: Any) -> Path:
@@ -281,7 +245,7 @@ def test_chunks_that_are_not_there_are_noticed(tmp_path):
 
     for number, change in enumerate((no_place, no_chunk)):
         path = write_dcp(tmp_path / str(number), {"w": torch.ones(3, 2)})
-        refused(change_metadata(path, change), r"chunks of w \[3, 2\] are missing")
+        refused(change_metadata(path, change), "w [3, 2]", "missing")
 
 
 @pytest.mark.parametrize("outside", ["../other/__0_0.distcp", "/tmp/__0_0.distcp"])
@@ -292,7 +256,7 @@ def test_a_place_outside_of_the_directory_is_refused(outside, tmp_path):
 
     write_dcp(tmp_path / "other", {"w": torch.ones(3, 2)})
     path = write_dcp(tmp_path / "c", {"w": torch.ones(3, 2)})
-    refused(change_metadata(path, lead_out), rf"'{outside}' leads out")
+    refused(change_metadata(path, lead_out), outside, "leads out")
 
 
 def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path):
@@ -300,22 +264,14 @@ def test_a_compressed_file_is_refused_before_it_is_unpacked(tmp_path):
     with zipfile.ZipFile(plain) as whole, zipfile.ZipFile(tmp_path / "c.pt", "w", zipfile.ZIP_DEFLATED) as small:
         for name in whole.namelist():
             small.writestr(name, whole.read(name))
-    refused(tmp_path / "c.pt", "is compressed")
-
-
-def test_metadata_without_dict_paths_gives_the_flat_names(tmp_path):
-    def no_paths(metadata: Any) -> None:
-        metadata.planner_data = None
-
-    path = change_metadata(write_dcp(tmp_path / "c", {"model": {"w": torch.ones(2)}}), no_paths)
-    assert list(open_torch(path).arrays) == ["model.w"]
+    refused(tmp_path / "c.pt", "compressed")
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04garbage", pickle.dumps({"no": "metadata"})])
 def test_damaged_metadata_is_refused(content, tmp_path):
     path = write_dcp(tmp_path / "c", {"w": torch.ones(3)})
     (path / ".metadata").write_bytes(content)
-    refused(path, r"its \.metadata is (damaged|a dict)")
+    refused(path, ".metadata")
 
 
 class Trap:
@@ -331,17 +287,13 @@ class Trap:
 def test_code_that_a_checkpoint_brings_is_not_run(tmp_path):
     path = write_dcp(tmp_path / "c", {"w": torch.ones(3)})
     (path / ".metadata").write_bytes(pickle.dumps({"a": Trap(tmp_path / "trapped")}))
-    refused(path, r"loading posix.mkdir could run code, which is not done")
+    refused(path, "posix.mkdir", "run code")
     file = write_pt(tmp_path / "c.pt", {"w": torch.ones(3), "a": Trap(tmp_path / "trapped")})
-    message = refused(file, r"loading posix.mkdir would run code, which is not done")
-    assert "save only model.state_dict()" in message
+    refused(file, "posix.mkdir", "run code", "model.state_dict()")
+    refused(write_pt(tmp_path / "module.pt", torch.nn.Linear(2, 2)), "torch.nn.modules.linear.Linear", "run code")
     assert not (tmp_path / "trapped").exists()
     pickle.loads(pickle.dumps(Trap(tmp_path / "trapped")))
     assert (tmp_path / "trapped").exists(), "the trap does not work, so nothing was shown"
-
-
-def test_a_whole_pickled_module_is_refused(tmp_path):
-    refused(write_pt(tmp_path / "c.pt", torch.nn.Linear(2, 2)), r"loading torch\.nn\.modules\.linear\.Linear would run")
 
 
 @pytest.mark.parametrize("kind", ["garbage", "empty", "legacy", "cut"])
@@ -351,21 +303,17 @@ def test_damaged_and_old_files_are_refused(kind, tmp_path):
         torch.save({"w": torch.ones(300)}, path, _use_new_zipfile_serialization=False)
     else:
         path.write_bytes({"garbage": b"garbage", "empty": b"", "cut": path.read_bytes()[:-100]}[kind])
-    refused(path, "it is damaged or of another format" if kind == "cut" else "is not a zip file of torch.save")
+    refused(path, "damaged" if kind == "cut" else "torch.save")
 
 
 @pytest.mark.parametrize("state", [torch.ones(3), [torch.ones(3)], {"w": 1}, {}])
 def test_a_file_without_named_tensors_is_refused(state, tmp_path):
-    refused(write_pt(tmp_path / "c.pt", state), "save a dict of tensors by name|has no dict None with tensors")
+    refused(write_pt(tmp_path / "c.pt", state), "tensors")
 
 
-def test_what_one_process_holds_is_not_taken_for_the_whole(saved):
-    message = refused(saved / "shard0.pt", r"embed\.weight is a DTensor of layout torch\.strided")
-    assert "full_state_dict=True" in message
-
-
-def test_sparse_tensors_are_refused(tmp_path):
-    refused(write_pt(tmp_path / "c.pt", {"w": torch.eye(3).to_sparse()}), r"w is a Tensor of layout torch\.sparse_coo")
+def test_what_one_process_holds_and_sparse_tensors_are_not_taken_for_the_whole(saved, tmp_path):
+    refused(saved / "shard0.pt", "embed.weight", "DTensor", "full_state_dict=True")
+    refused(write_pt(tmp_path / "c.pt", {"w": torch.eye(3).to_sparse()}), " w ", "torch.sparse_coo")
 
 
 @pytest.mark.filterwarnings("ignore:.*quantized tensor:UserWarning")
@@ -373,18 +321,11 @@ def test_sparse_tensors_are_refused(tmp_path):
 def test_quantized_tensors_are_refused_where_they_are_chosen(tmp_path):
     quantized = torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8)
     path = write_pt(tmp_path / "c.pt", {"model": {"w": quantized}, "other": {"w": torch.ones(3)}})
-    refused(path, "w has dtype qint8, which is not read; cast it in PyTorch", "model")
+    refused(path, "w has dtype qint8", key="model")
     assert list(open_torch(path, key="other").arrays) == ["w"]
 
 
 @pytest.mark.parametrize("write", [write_dcp, write_pt])
-@pytest.mark.parametrize("name", ["_flat_param", "_fsdp_wrapped_module.layers.0._fsdp_wrapped_module._flat_param"])
-def test_flat_parameters_of_fsdp1_are_refused_with_the_way_out(write, name, tmp_path):
-    path = write(tmp_path / "c.pt", {name: torch.ones(30)})
-    message = refused(path, r"_flat_param \(and 0 more\) are flat parameters of FSDP1")
-    assert "full_state_dict=True" in message
-
-
-def test_both_classes_are_sources(saved):
-    sources: list[Source] = [open_torch(saved / file, key="model") for file in ("dcp", "whole.pt")]
-    assert sources[0].arrays == sources[1].arrays
+def test_flat_parameters_of_fsdp1_are_refused_with_the_way_out(write, tmp_path):
+    path = write(tmp_path / "c.pt", {"_fsdp_wrapped_module.layers.0._flat_param": torch.ones(30)})
+    refused(path, "_flat_param", "FSDP1", "full_state_dict=True")

@@ -14,6 +14,7 @@ from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop
 from jfsdp.trainer.run.metrics import Throughput
 from jfsdp.trainer.run.stop import StopSignal
+from tests.refusals import refuses
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,58 +100,39 @@ def run_loop(
     return records, state, steps
 
 
-def test_a_diverged_state_is_not_saved_and_earlier_ones_stand():
-    records = Records()
-    with pytest.raises(ValueError, match=r"step 6: the run has diverged \(loss nan"):
-        run_loop(
-            steps=9,
-            checkpoint_every=2,
-            records=records,
-            loss_of=lambda step: jnp.float32(step if step < 5 else jnp.nan),
-        )
-    assert [step for step, *_ in records.saved] == [2, 4]
+def nan_from_5(step):
+    return jnp.float32(step if step < 5 else jnp.nan)
 
 
-def test_a_run_that_has_diverged_ends_at_the_next_line_that_says_so():
-    records = Records()
-    with pytest.raises(ValueError, match=r"step 6: the run has diverged \(loss nan"):
-        run_loop(
-            steps=90, log_every=3, records=records, loss_of=lambda step: jnp.float32(step if step < 5 else jnp.nan)
-        )
-    assert [line["step"] for line in records.lines] == [3, 6]
+def ending(error):
+    yield from range(1, 6)
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("options", "facts", "saved", "lines"),
+    [
+        ({"steps": 9, "checkpoint_every": 2, "loss_of": nan_from_5}, ["step 6", "diverged", "nan"], [2, 4], []),
+        ({"steps": 90, "log_every": 3, "loss_of": nan_from_5}, ["step 6", "diverged", "nan"], [], [3, 6]),
+        ({"steps": 9, "checkpoint_every": 4, "batches": ValueError("line 7")}, ["line 7"], [4, 5], []),
+        (
+            {"steps": 9, "checkpoint_every": 4, "batches": ValueError("line 7"), "loss_of": nan_from_5},
+            ["step 5", "diverged"],
+            [4],
+            [],
+        ),
+    ],
+)
+def test_a_diverged_state_is_not_saved_and_what_was_trained_is_when_data_end(options, facts, saved, lines):
+    records, batches = Records(), options.get("batches")
+    options = options | ({"batches": ending(batches)} if batches else {})
+    refuses(lambda: run_loop(records=records, **options), *facts)
+    assert ([step for step, *_ in records.saved], steps_of(records)) == (saved, lines)
 
 
 def test_a_diverged_step_that_was_skipped_may_be_saved():
     records, *_ = run_loop(steps=4, checkpoint_every=2, skip_nonfinite=True, loss_of=lambda step: jnp.float32(jnp.nan))
     assert [step for step, *_ in records.saved] == [2, 4]
-
-
-def test_what_was_trained_is_saved_when_the_data_cannot_be_read_on():
-    def batches():
-        yield from range(1, 6)
-        raise ValueError("line 7 is not JSON")
-
-    records = Records()
-    with pytest.raises(ValueError, match="line 7"):
-        run_loop(steps=9, checkpoint_every=4, batches=batches(), records=records)
-    assert [step for step, *_ in records.saved] == [4, 5]
-
-
-def test_a_diverged_state_is_not_saved_either_when_the_data_cannot_be_read_on():
-    def batches():
-        yield from range(1, 6)
-        raise ValueError("line 7 is not JSON")
-
-    records = Records()
-    with pytest.raises(ValueError, match=r"step 5: the run has diverged \(loss nan"):
-        run_loop(
-            steps=9,
-            checkpoint_every=4,
-            batches=batches(),
-            records=records,
-            loss_of=lambda step: jnp.float32(step if step < 5 else jnp.nan),
-        )
-    assert [step for step, *_ in records.saved] == [4]
 
 
 def test_a_process_whose_data_cannot_be_read_on_does_not_wait_for_others_to_save(monkeypatch):
@@ -160,8 +142,7 @@ def test_a_process_whose_data_cannot_be_read_on_does_not_wait_for_others_to_save
         raise OSError("stale file handle")
 
     records = Records()
-    with pytest.raises(OSError, match="stale"):
-        run_loop(steps=9, checkpoint_every=4, batches=batches(), records=records)
+    refuses(lambda: run_loop(steps=9, checkpoint_every=4, batches=batches(), records=records), "stale", error=OSError)
     assert [step for step, *_ in records.saved] == [4]
 
 
