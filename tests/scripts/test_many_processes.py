@@ -94,18 +94,14 @@ def ranks(run_dir):
     return found
 
 
-@pytest.mark.proof
-@pytest.mark.parametrize("snapshots", [(), ("--snapshot-every", "2")], ids=["disk", "snapshot"])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_run_survives_what_happens_to_one_of_its_processes(start, tmp_path, number, rank, snapshots):
-    options = ("--steps", "60", "--checkpoint-every", "5", "--timeout", "15", "--resume", "auto", *snapshots)
-    whole = start("whole", 2, 1, *options)
-    assert finish(whole)[0] == 0
-    process = start("hurt", 2, 1, *options, launch=("--max-restarts", "2", "--grace", "10"))
+def run_and_hurt(start, tmp_path, nproc, devices, options, rank, number=signal.SIGKILL, after=5):
+    """Run as "whole", and as "hurt", of which one process is hurt after so many steps; return what that one said."""
+    options = (*options, "--resume", "auto", "--timeout", "15")
+    assert finish(start("whole", nproc, devices, *options))[0] == 0
+    process = start("hurt", nproc, devices, *options, launch=("--max-restarts", "2", "--grace", "10"))
     metrics = tmp_path / "hurt" / "metrics.jsonl"
     until = time.monotonic() + 200
-    while time.monotonic() < until and (not metrics.exists() or len(losses(metrics.parent)) < 12):
+    while time.monotonic() < until and (not metrics.exists() or len(losses(metrics.parent)) < after):
         time.sleep(0.05)
     os.kill(ranks(metrics.parent)[rank][0], number)
     begin = time.monotonic()
@@ -114,6 +110,16 @@ def test_a_run_survives_what_happens_to_one_of_its_processes(start, tmp_path, nu
         time.sleep(0.1)
     status, out = finish(process)
     assert status == 0, out
+    return out
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("snapshots", [(), ("--snapshot-every", "2")], ids=["disk", "snapshot"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_survives_what_happens_to_one_of_its_processes(start, tmp_path, number, rank, snapshots):
+    options = ("--steps", "60", "--checkpoint-every", "5", *snapshots)
+    out = run_and_hurt(start, tmp_path, 2, 1, options, rank, number, after=12)
     assert losses(tmp_path / "hurt") == losses(tmp_path / "whole")
     assert ("restored from the snapshot of step" in out) == bool(snapshots)
     told = json.loads((tmp_path / "hurt" / "goodput.json").read_text())
@@ -138,22 +144,11 @@ def test_a_run_goes_on_from_stages_to_none_and_back(start, tmp_path):
 @pytest.mark.parametrize(("nproc", "devices"), [(2, 1), (2, 2), (4, 1)])
 def test_stages_of_several_processes_are_those_of_one_and_all_end_with_one(start, tmp_path, nproc, devices):
     """Neighbours along `pipe` read the same rows; a stage that is killed ends all, and the run goes on."""
-    options = (*STACKED, "--mesh", f"pipe={nproc},fsdp=-1", "--steps", "24", "--resume", "auto", "--timeout", "15")
-    options += ("--param-dtype", "none")  # four processes sum in another order than one, and bfloat16 makes more of it
-    assert finish(start("whole", 1, nproc * devices, *options))[0] == 0
-    process = start("hurt", nproc, devices, *options, launch=("--max-restarts", "2", "--grace", "10"))
-    metrics = tmp_path / "hurt" / "metrics.jsonl"
-    until = time.monotonic() + 200
-    while time.monotonic() < until and (not metrics.exists() or len(losses(metrics.parent)) < 5):
-        time.sleep(0.05)
-    os.kill(ranks(metrics.parent)[nproc - 1][0], signal.SIGKILL)
-    begin = time.monotonic()
-    while any(attempt == 0 for _, attempt in ranks(metrics.parent).values()):
-        assert time.monotonic() - begin < 60, "all of the attempt end within --timeout, --grace and some seconds"
-        time.sleep(0.1)
-    status, out = finish(process)
-    assert status == 0, out
-    np.testing.assert_allclose(losses(tmp_path / "hurt"), losses(tmp_path / "whole"), rtol=1e-5)
+    # Four processes sum in another order than one, and bfloat16 makes more of it.
+    options = (*STACKED, "--mesh", f"pipe={nproc},fsdp=-1", "--steps", "24", "--param-dtype", "none")
+    run_and_hurt(start, tmp_path, nproc, devices, options, nproc - 1)
+    assert finish(start("one", 1, nproc * devices, *options))[0] == 0
+    np.testing.assert_allclose(losses(tmp_path / "hurt"), losses(tmp_path / "one"), rtol=1e-5)
 
 
 FLAKY = """
@@ -202,14 +197,8 @@ def at(self, place, *rest):
 Watch.at = at
 runpy.run_path("scripts/train.py", run_name="__main__")
 """
-PLACES = [
-    "the start",
-    "the data of step 6",
-    "step 6",
-    "saving step 5",
-    "the snapshot of step 6",
-    "what step 6 is logged with",
-]
+PLACES = ["the start", "the data of step 6", "step 6", "saving step 5", "the snapshot of step 6"]
+PLACES += ["what step 6 is logged with"]
 
 
 @pytest.mark.proof
@@ -226,10 +215,7 @@ def test_wherever_a_process_stops_all_end_and_say_where_they_were(start, tmp_pat
         time.sleep(0.02)
     begin = time.monotonic()
     status, out = finish(process)
-    seconds = time.monotonic() - begin
-    print(f"{place}, process {rank}: {seconds:.1f} s, status {status}")
     told = [line for line in out.splitlines() if "no progress" in line or "were killed" in line]
-    print("\n".join(told))
     assert status == 75 and any("no progress: " in line for line in told), out
     assert any(f"were killed: [{rank}]" in line for line in told), out
-    assert seconds < 60, "three times --timeout, --grace, and some seconds"
+    assert time.monotonic() - begin < 60, "three times --timeout, --grace, and some seconds"
