@@ -11,6 +11,7 @@ import pytest
 
 import jfsdp
 from jfsdp.trainer.generate import Generator, Sampling
+from tests.refusals import refuses
 from tests.sharding import fully_shard
 from tests.thin import thin
 
@@ -108,20 +109,19 @@ def test_a_row_ends_with_its_stop_token_and_draws_are_among_the_likeliest():
 
 
 @pytest.mark.parametrize(
-    ("make", "expected"),
+    ("make", "fact"),
     [
         (lambda: Sampling(-1.0), "temperature"),
         (lambda: Sampling(0.0, top_k=3), "temperature above 0"),
         (lambda: Sampling(1.0, top_p=1.5), "top_p"),
         (lambda: generate(make_job("llama"), {"fsdp": 1}, None, []), "0 prompts"),
-        (lambda: generate(make_job("llama"), {"fsdp": 1}, None, [np.array([3, 264])]), "prompt 1 .* below 264"),
+        (lambda: generate(make_job("llama"), {"fsdp": 1}, None, [np.array([3, 264])]), "below 264"),
         (lambda: generate(make_job("llama"), {"fsdp": 1}, None, [np.array([], int)]), "prompt 1 has 0"),
         (lambda: generate(dataclasses.replace(make_job("llama"), cache=None), {"fsdp": 1}, None), "field `cache`"),
-        (lambda: generate(make_job("llama"), {"fsdp": 1, "tensor": 8}, None), "tensor.*8.* heads"),
+        (lambda: generate(make_job("llama"), {"fsdp": 1, "tensor": 8}, None), "heads"),
         (lambda: generate(make_job("gpt2").with_config(num_positions=16), {"fsdp": 1}, None), "num_positions=16"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")
-def test_what_cannot_be_generated_is_refused_by_name(make, expected):
-    with pytest.raises(ValueError, match=expected):
-        make()
+def test_what_cannot_be_generated_is_refused_by_name(make, fact):
+    refuses(make, fact)
