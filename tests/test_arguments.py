@@ -22,10 +22,8 @@ from tests.refusals import refuses, refusing
 from tests.sharding import fully_shard
 
 ADAM = optax.adam(1e-2)
-H100 = jfsdp.plan.find_gpu("h100")
 MODEL: Any = fully_shard(lambda rngs: nnx.Linear(8, 16, rngs=rngs), min_size=0)
 SHARED = {"model": nnx.Linear, "batch": dict, "units": [], "loss": max, "optimizer": optax.adam}
-NOTHING = "HloModule a, is_scheduled=true, num_partitions=8\n\nENTRY b {\n  ROOT c = f32[] constant(0)\n}\n"
 
 
 @checked

@@ -82,23 +82,6 @@ def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "jfsdp: interrupted\n"
 
 
-def test_json_has_totals_and_leaves(capsys):
-    table = run_json(capsys, *TINY)
-    assert {
-        "num_parameters",
-        "state_bytes_per_device",
-        "padding_bytes_per_device",
-        "replicated_bytes_per_device",
-        "leaves",
-    } <= table.keys()
-    assert table["mesh"]["fsdp"] == 8
-    assert table["strategy"] == "full_shard"
-    for row in table["leaves"]:
-        assert {"path", "shape", "unit", "stages", "padding", "bytes_per_device", "reason"} <= row.keys()
-        assert {"param", "work", "use", "kept", "grad", "opt"} == row["stages"].keys()
-    assert sum(row["bytes_per_device"] for row in table["leaves"]) == table["state_bytes_per_device"] - 3 * 4
-
-
 def test_json_of_a_factory_counts_to_the_byte(capsys, factory):
     """A matrix that divides, one padded from 35 to 40, a vector below min_size; 12 bytes each, and 3 counters."""
     table = run_json(capsys, "explain", "--factory", f"{factory}:make", "--mesh", "fsdp=8")
@@ -176,22 +159,6 @@ def test_what_is_offloaded_is_shown_on_the_host(capsys):
     assert f"in host memory, per device: {host:,} bytes" in lines[-2]
 
 
-def test_moments_in_bfloat16_and_averages_are_counted(capsys):
-    plain, half, ema = (
-        run_json(capsys, *TINY, *more)["opt_bytes_per_device"]
-        for more in ((), ("--opt-state-dtype", "bfloat16"), ("--ema", "0.99"))
-    )
-    assert (2 * half, 2 * ema) == (plain, 3 * plain)
-
-
-def test_hpz_says_how_far_units_stay_split(capsys):
-    args = (*TINY, "--strategy", "zeropp", "--reshard-after-forward", "4")
-    assert run_json(capsys, *args)["strategy_stages"]["reshard_after_forward"] == "node"
-    assert main(args) == 0
-    out = capsys.readouterr().out
-    assert "kept split 4 ways" in out and "(guessed)" not in out, "our own models declare their stacks"
-
-
 def test_absurd_settings_are_warned_of_in_the_last_lines(capsys):
     args = (*TINY, "--mesh", "replica=8", "--min-size", "1000000")
     table = run_json(capsys, *args)
@@ -265,25 +232,10 @@ def test_bad_input_ends_with_status_2_and_one_line(capsys, factory, args, messag
     assert message in fails_with(capsys, "explain", *args)
 
 
-def test_an_unknown_field_of_the_configuration_lists_the_fields(capsys):
-    line = fails_with(capsys, *TINY, "--model-config", "layers=2")
-    assert "'layers'" in line
-    assert "num_layers" in line
-
-
 @pytest.mark.parametrize("args", [("--version",), ("-V",)])
 def test_version_is_printed(capsys, args):
     assert main(args) == 0
     assert capsys.readouterr().out == f"jfsdp {jfsdp.__version__}\n"
-
-
-def test_help_lists_the_subcommands(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["--help"])
-    assert end.value.code == 0
-    out = capsys.readouterr().out
-    assert "explain" in out
-    assert "models" in out
 
 
 @pytest.mark.parametrize(("args", "command"), [((), "explain"), (("checkpoint",), "verify")])
@@ -296,33 +248,6 @@ def test_without_a_subcommand_the_error_stream_lists_them_and_the_status_is_2(ca
     assert command in err
 
 
-def test_help_of_explain_lists_its_options(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["explain", "--help"])
-    assert end.value.code == 0
-    out = capsys.readouterr().out
-    for option in (
-        "--model",
-        "--factory",
-        "--model-config",
-        "--mesh",
-        "--strategy",
-        "--param-dtype",
-        "--min-size",
-        "--opt-over",
-        "--reshard-after-forward",
-        "--remat",
-        "--offload",
-        "--frozen",
-        "--reduce",
-        "--no-reshard-after-backward",
-        "--opt-state-dtype",
-        "--ema",
-        "--json",
-    ):
-        assert option in out
-
-
 @pytest.mark.parametrize("args", [("explore",), ("--modle", "llama-tiny"), ("explain", "--min-size", "many")])
 def test_arguments_that_do_not_parse_end_with_status_2(capsys, args):
     with pytest.raises(SystemExit) as end:
@@ -331,13 +256,6 @@ def test_arguments_that_do_not_parse_end_with_status_2(capsys, args):
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err
-
-
-def test_models_lists_what_can_be_explained(capsys):
-    assert main(["models"]) == 0
-    names = capsys.readouterr().out.split()
-    assert "llama-405b" in names
-    assert names == sorted(names)
 
 
 def test_what_the_library_says_aloud_is_told_once(capsys, factory):

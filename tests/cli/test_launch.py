@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jfsdp.cli.commands import main, parse
+from jfsdp.cli.commands import main
 from jfsdp.cli.launch import Launch, split_command
 from jfsdp.launch.supervisor import Hosts
 
@@ -22,11 +22,6 @@ from jfsdp.launch.supervisor import Hosts
 )
 def test_options_before_the_script_are_the_launchers(args, own, command):
     assert split_command(args) == (own, command)
-
-
-def test_the_script_keeps_its_arguments():
-    parsed = parse(["launch", "--nproc", "2", "train.py", "--mesh", "fsdp=2", "--resume"])
-    assert parsed == Launch(nproc=2, command=("train.py", "--mesh", "fsdp=2", "--resume"))
 
 
 SLURM = {

@@ -10,7 +10,6 @@ from flax import nnx
 import jfsdp
 from jfsdp.layout.lint import LayoutWarning, advise
 from jfsdp.layout.strategy import STRATEGIES
-from tests.layout.tables import make_table
 from tests.refusals import check_facts, warning
 from tests.sharding import fully_shard
 
@@ -43,13 +42,6 @@ def test_a_strategy_that_splits_nothing_on_a_mesh_of_replicas_is_told(strategy):
 def test_on_one_device_nothing_is_split():
     assert warnings({"fsdp": 1}) == ["full_shard on one device: nothing is split, as with ddp"]
     assert warnings({"fsdp": 1}, "ddp") == []
-
-
-def test_on_one_data_shard_what_is_cut_is_split():
-    leaves = {"w": (256, 1024), "b": (1024,)}
-    layout = make_table(leaves, "full_shard", {"fsdp": 1, "tensor": 4}, cuts={"w": (0, "tensor")})
-    told = "full_shard on one data shard: it splits nothing, as ddp; axis 'tensor' cuts 99.6 % of the parameters"
-    assert advise(layout) == [told]
 
 
 def test_padding_is_told_above_one_percent():
@@ -96,13 +88,6 @@ def test_a_large_model_without_units_is_told_aloud_what_is_gathered_at_once(opti
     assert advise(layout) == [str(told[0].message)]
 
 
-@pytest.mark.parametrize(
-    "options", [{"units": [nnx.Linear]}, {"strategy": "ddp"}, {"placements": {"first": jfsdp.Ignore()}}]
-)
-def test_units_or_whole_or_small_parameters_are_not_told_aloud(options):
-    assert not [told for told in advise(wide(**options)) if "no units" in told]
-
-
 def test_padding_is_told_aloud_where_it_is_large():
     with warning("50.0", error=LayoutWarning):
         fully_shard(Net, mesh=jfsdp.make_abstract_mesh({"fsdp": 2048}))  # 1024 stored as 2048
@@ -122,7 +107,3 @@ def test_large_leaves_that_units_share_are_told_with_the_units_and_the_cure():
         fully_shard(Sharing, units=[nnx.Sequential], **options)
     fully_shard(Sharing, units=[nnx.Sequential, Net], **options)
     fully_shard(lambda rngs: Sharing(rngs, 512), units=[nnx.Sequential], **options)
-
-
-def test_adapters_are_whole_as_they_were_asked_for():
-    assert warnings({"fsdp": 8}, size=2048, lora=jfsdp.LoRA("weight", rank=1024)) == []

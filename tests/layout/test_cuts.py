@@ -50,10 +50,6 @@ def test_a_device_has_a_part_of_what_it_had(strategy):
             assert sizes[0] == 2 * sizes[1], (path, stage)
 
 
-def test_an_axis_of_size_1_cuts_nothing():
-    assert table(mesh={"fsdp": 4}).leaves == make_table(LEAVES, "full_shard", {"fsdp": 4}, min_size=0).leaves
-
-
 def test_padding_stands_in_a_dim_that_is_not_cut():
     leaf = table({"w": (12, 5)}, cuts={"w": (0, "tensor")}).by_path["w"]
     assert (leaf.dim, leaf.padding, leaf.cut_shape) == (1, 3, (6, 8))
@@ -97,22 +93,11 @@ def test_names_without_the_layer_dim_are_of_the_last_dims():
     assert found(leaves=leaves, stacked=1, names=names, axis_rules=RULES) == {"w": [(2, "tensor", 2)]}
 
 
-def test_names_of_the_first_dims_are_theirs():
-    """As in a PartitionSpec, whose last entries may be missing."""
-    rules = {"mlp": "tensor"}
-    assert found(leaves={"w": (64, 256)}, names={"w": ("mlp",)}, axis_rules=rules) == {"w": [(0, "tensor", 2)]}
-
-
 def test_names_that_begin_with_a_layer_dims_are_not_taken_for_the_last_ones():
     """Flax puts the name of a layer dim before those that a variable has, and these may be fewer than its dims."""
     leaves, names = {"w": (3, 8, 16), "v": (3, 8, 16)}, {"w": ("layers", "mlp"), "v": ("layers", "mlp", None)}
     cut = {"w": [(1, "tensor", 2)], "v": [(1, "tensor", 2)]}
     assert found(leaves=leaves, stacked=1, names=names, axis_rules={"mlp": "tensor"}) == cut
-
-
-@pytest.mark.parametrize("rules", [[*RULES.items()], tuple(map(list, RULES.items()))])
-def test_rules_may_be_pairs_as_flaxs_are(rules):
-    assert found(axis_rules=rules) == found(axis_rules=RULES) != {}
 
 
 def test_an_axis_rule_holds_where_a_placement_says_nothing_of_it():

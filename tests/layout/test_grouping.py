@@ -1,13 +1,10 @@
 """The sharding factor: over how many neighbouring devices parameters are split."""
 
-from typing import Any
-
-import jax
 import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.layout.mesh import make_abstract_mesh, make_mesh
+from jfsdp.layout.mesh import make_abstract_mesh
 from tests.refusals import refuses
 
 
@@ -24,17 +21,6 @@ def test_the_sharding_factor_regroups_the_mesh(factor, sizes):
     assert dict(mesh.shape) == {"pipe": 1, "replica": 8 // factor, "fsdp": factor, "tensor": 1}
     layout = jfsdp.fully_shard(Net, mesh=mesh, units=["block"]).layout
     assert layout.num_parts(layout.by_path["block.kernel"].stage("param")) == factor
-
-
-def test_a_regrouped_mesh_has_the_devices_of_the_mesh_in_their_order():
-    devices: Any = {"devices": jax.devices()[:8]}
-    grouped, mesh = make_mesh(sharding_factor=4, **devices), make_mesh(replica=2, fsdp=4, **devices)
-    assert grouped == mesh
-
-
-def test_the_axes_of_the_model_stay_as_they_are():
-    grouped = make_abstract_mesh({"pipe": 3, "fsdp": 8, "tensor": 5}, sharding_factor=2)
-    assert dict(grouped.shape) == {"pipe": 3, "replica": 4, "fsdp": 2, "tensor": 5}
 
 
 @pytest.mark.parametrize("factor", [0, -1, 3, 5, 16])

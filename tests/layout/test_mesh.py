@@ -79,11 +79,6 @@ def test_resolve_sizes_gives_the_rest_to_minus_one(sizes, num_devices, resolved)
     assert resolve_sizes(sizes, num_devices) == resolved
 
 
-def test_resolve_sizes_orders_axes_major_to_minor():
-    shuffled = {"tensor": 2, "fsdp": 3, "pipe": 5, "replica": 7}
-    assert list(resolve_sizes(shuffled, 210)) == ["replica", "fsdp", "pipe", "tensor"]
-
-
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -100,14 +95,6 @@ def test_resolve_sizes_orders_axes_major_to_minor():
 def test_resolve_sizes_names_both_counts_when_they_do_not_match(sizes, message):
     with pytest.raises(ValueError, match=message):
         resolve_sizes(sizes, 8)
-
-
-def test_default_mesh_puts_all_devices_on_fsdp():
-    mesh = make_mesh()
-    assert dict(mesh.shape) == {"pipe": 1, "replica": 1, "fsdp": 8, "tensor": 1}
-    assert mesh.axis_names == AXES
-    assert set(mesh.axis_types) == {AxisType.Auto}
-    assert mesh.devices.flatten().tolist() == jax.devices()
 
 
 def test_mesh_of_some_devices_holds_just_those():
@@ -160,11 +147,6 @@ def test_pipe_crosses_hosts_first():
     assert [{d.process_index for d in stage.flat} for stage in mesh.devices.transpose(2, 0, 1, 3)] == [{0, 1}, {2, 3}]
 
 
-def test_devices_of_a_host_are_ordered_by_id():
-    mesh = make_mesh(devices=fake_hosts(2, 4))
-    assert [device.id for device in mesh.devices.flat] == list(range(8))
-
-
 def test_slices_stay_together_whatever_the_process_numbers():
     """A slice is joined by faster links than two slices are, so it outranks the process."""
     devices: list[Any] = [FakeDevice(id=i, process_index=i // 2, slice_index=(i // 2) % 2) for i in range(8)]
@@ -207,17 +189,6 @@ def test_explicit_axes_are_refused():
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Explicit,))
     with refusing("'fsdp'", "jfsdp.make_mesh"):
         axis_sizes(mesh)
-
-
-def test_foreign_axis_names_are_refused():
-    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    with refusing("'data'"):
-        axis_sizes(mesh)
-
-
-def test_own_mesh_without_some_of_the_axes_is_welcome():
-    mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(AxisType.Auto,))
-    assert axis_sizes(mesh) == {"fsdp": 8}
 
 
 @pytest.mark.parametrize(

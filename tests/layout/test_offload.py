@@ -59,17 +59,6 @@ def test_each_kind_of_state_is_offloaded_on_its_own(field, strategy):
     assert host == MOVES[field] & there
 
 
-def test_all_three_are_offloaded_together():
-    host, there = on_host("zero1", OffloadPolicy(params=True, grads=True, opt_state=True))
-    assert host == (MOVES["params"] | MOVES["grads"] | MOVES["opt_state"]) & there
-    assert ("work", "block.w") in host
-
-
-@pytest.mark.parametrize("offload", [None, OffloadPolicy()])
-def test_nothing_is_offloaded_unless_asked(offload):
-    assert on_host("full_shard", offload)[0] == set()
-
-
 @pytest.mark.parametrize("stage", ["use", "kept"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_a_unit_computes_with_is_on_the_device(strategy, stage):
@@ -91,11 +80,6 @@ def test_a_stack_is_measured_by_its_layer():
         {"layers.scale": (48, 64), "layers.w": (48, 64, 64)}, units=units, offload=OffloadPolicy(opt_state=True)
     )
     assert [leaf.stage("opt").memory for leaf in layout.leaves] == ["device", HOST]
-
-
-def test_leaves_that_one_device_holds_whole_are_offloaded_too():
-    layout = make_table({"w": (64, 64)}, mesh={"fsdp": 1}, offload=OffloadPolicy(opt_state=True))
-    assert layout.by_path["w"].stage("opt").memory == HOST
 
 
 def test_shardings_name_the_memory_and_on_device_does_not():

@@ -9,8 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.mesh import DATA_AXES
-from jfsdp.layout.placements import Ignore, Replicate, Shard, placements
+from jfsdp.layout.placements import Ignore, Shard, placements
 from jfsdp.layout.select import select_leaves
 from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
 from jfsdp.layout.units import UnitInfo
@@ -60,30 +59,12 @@ def test_stages_given_as_axes_are_what_the_presets_say_in_words():
             assert by_hand.leaves == make_table(LEAVES, preset, param_dtype="bfloat16", node_size=4).leaves
 
 
-def test_axes_and_words_may_be_mixed():
-    own = Strategy("own", R, A, Split.ALL, reshard_after_forward=False)
-    leaf = make_table(LEAVES, own).by_path["block.w"]
-    assert axes(leaf) == {"param": R, "work": None, "use": W, "kept": W, "grad": A, "opt": A}
-    assert leaf.spec("param") == P("replica", None)
-
-
-def test_parameters_may_be_split_over_the_replicas_alone():
-    leaf = make_table(LEAVES, Strategy("own", R, R, A), param_dtype="bfloat16").by_path["block.w"]
-    assert axes(leaf) == {"param": A, "work": R, "use": W, "kept": R, "grad": R, "opt": A}
-
-
 def test_what_is_kept_may_be_split_less_than_what_rests():
     """ZeRO++'s secondary partition, told by a strategy instead of the argument."""
     layout = make_table(LEAVES, Strategy("own", A, A, A, reshard_after_forward=4))
     assert layout.by_path["block.w"].stage("kept").axes == F
     assert layout.by_path["head"].stage("kept").axes == W  # the root
     assert layout.policy("block").reshard_after_forward == 4
-
-
-def test_what_is_kept_by_one_device_is_whole():
-    layout = make_table(LEAVES, Strategy("own", A, A, A, reshard_after_forward=1), {"replica": 8})
-    assert layout.by_path["block.w"].stage("kept").axes == W
-    assert layout.policy("block").reshard_after_forward is False
 
 
 BAD_STRATEGIES: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -235,10 +216,6 @@ def test_shard_names_the_dim_and_the_strategy_the_axes():
     assert stack.dim == 1, "layer dims do not count"
 
 
-def test_replicate_keeps_every_stage_whole():
-    assert {stage.axes for _, stage in place({"head": Replicate()})["head"].stages if stage} == {W}
-
-
 def test_a_spec_of_a_model_axis_is_a_cut_and_the_strategy_splits_the_rest():
     mesh = {"fsdp": 4, "tensor": 2}
     for spec, param in {P("tensor"): P(("tensor", "fsdp"), None), P(None, "tensor"): P("fsdp", "tensor")}.items():
@@ -364,7 +341,3 @@ def test_a_selector_that_chooses_nothing_lists_the_parameters(what):
     with refusing("flax.linen"):
         select_leaves(what, Weight, leaves, {})
     assert select_leaves(what, None, leaves, {}) == select_leaves(what, [], leaves, {}) == {}
-
-
-def test_the_data_axes_are_those_that_strategies_may_name():
-    assert DATA_AXES == A

@@ -58,13 +58,6 @@ def test_layer_dims_are_never_split(leaf):
     assert choice.dim is None or leaf["stacked"] <= choice.dim < len(leaf["shape"])
 
 
-@given(leaves())
-def test_every_choice_has_a_reason_and_a_replicated_leaf_no_padding(leaf):
-    choice = choose(leaf)
-    assert choice.reason
-    assert choice.dim is not None or choice.padding == 0
-
-
 @given(splittable_leaves(divisible=True))
 def test_a_dim_that_divides_means_no_padding_and_the_first_is_taken(leaf):
     choice = choose(leaf)
@@ -103,13 +96,6 @@ def test_leaves_are_replicated_only_below_min_size_or_without_elements_to_split(
         assert choice.reason == f"replicated: {size} elements, below min_size {leaf['min_size']}"
     else:
         assert (choice.dim is None) == (leaf["num_shards"] == 1 or size == 0 or not per_layer(leaf))
-
-
-@given(leaves())
-def test_one_shard_is_whole_and_not_called_replicated(leaf):
-    choice = choose(leaf | {"num_shards": 1})
-    assert (choice.dim, choice.padding) == (None, 0)
-    assert not choice.reason.startswith("replicated")
 
 
 @given(splittable_leaves(divisible=True) | splittable_leaves(divisible=False), st.data())

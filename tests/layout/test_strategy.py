@@ -62,12 +62,6 @@ def test_names_of_other_libraries_are_translated_and_contradict_a_mesh(name):
         refuses(lambda: get_strategy(name, refused), repr(name), f"use {meant}", f"strategy {strategy!r}")
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_our_own_names_go_with_every_mesh(name):
-    assert get_strategy(name, FLAT) is get_strategy(name, GROUPS) is STRATEGIES[name]
-    assert name not in OTHER_NAMES
-
-
 def test_opt_over_splits_states_and_the_gradients_that_are_split():
     stages = {}
     for name in ("zero1", "zero2", "full_shard"):
@@ -90,11 +84,6 @@ def test_opt_over_is_refused_where_the_strategy_says_it_or_it_is_too_coarse():
     refuses(lambda: get_strategy("hfsdp", GROUPS, BOTH), "'hfsdp' means opt_over", "leave out")
     refuses(lambda: get_strategy("full_shard", GROUPS, ("replica",)), "opt (replica) is less split than param (group)")
     refuses(lambda: get_strategy("zero2", GROUPS, ("data",)), "grad=('data',)", BOTH)
-
-
-def test_a_strategy_passes_through():
-    own = Strategy("own", Split.WHOLE, Split.GROUP, Split.ALL)
-    assert get_strategy(own, FLAT) is own
 
 
 @pytest.mark.parametrize("name", ["zero4", "", "Full_Shard", 4, -1, True, None, 3.0, ["ddp"]])

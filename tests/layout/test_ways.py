@@ -4,7 +4,6 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
@@ -20,7 +19,6 @@ from tests.refusals import check_facts, refusing
 
 F, A = ("fsdp",), ("replica", "fsdp")
 LEAVES = {"block.w": (64, 48), "block.scale": (8,), "head": (96, 64)}
-TWO_BY_FOUR = {"replica": 2, "fsdp": 4}
 FOUR_BY_FOUR = {"replica": 4, "fsdp": 4}
 
 
@@ -56,23 +54,8 @@ def test_a_number_of_devices_takes_the_minor_axes_first(case):
     assert (stage.axes, stage.ways, stage.dtype, stage.memory) == (*WAYS[case], "float32", "device")
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "all", "hfsdp"])
-@pytest.mark.parametrize("sizes", [{"fsdp": 8}, TWO_BY_FOUR, {"fsdp": 3}, FOUR_BY_FOUR])
-def test_one_is_false_and_all_is_true(strategy, sizes):
-    param = make_table(LEAVES, strategy, sizes).by_path["block.w"].stage("param").axes
-    every = math.prod(sizes.get(axis, 1) for axis in param)
-    assert kept(1, sizes, strategy) == kept(False, sizes, strategy)
-    assert kept(every, sizes, strategy) == kept(True, sizes, strategy)
-    one = make_table(LEAVES, strategy, sizes, reshard=1)
-    assert one == make_table(LEAVES, strategy, sizes, reshard=False)
-
-
 def test_a_number_holds_for_the_root_as_true_does():
     assert kept(2, path="head") == Stage(F, "float32", ways=2)
-
-
-def test_replicated_leaves_have_no_ways():
-    assert kept(2, path="block.scale") == Stage((), "float32")
 
 
 # replica, fsdp, n -> what is offered instead: the numbers of neighbours in a mesh of these sizes.
@@ -207,12 +190,6 @@ def test_a_split_mesh_has_the_same_devices_in_the_same_order():
     assert split_mesh(mesh, {}) is mesh
 
 
-def test_a_split_mesh_without_devices_has_the_same_axes():
-    layout = make_table(LEAVES, "all", reshard=2)
-    parts: Any = split_mesh(make_abstract_mesh(TWO_BY_FOUR), layout.sub_axes)  # pyright: ignore[reportArgumentType]
-    assert dict(parts.shape) == {"pipe": 1, "replica": 2, "fsdp_0": 2, "fsdp_1": 2, "tensor": 1}
-
-
 SPLIT_SPECS = {
     "param": (P(("replica", "fsdp_0", "fsdp_1"), None), P(("replica", "fsdp"), None)),
     "use": (P(None, None), P(None, None)),
@@ -248,22 +225,6 @@ def test_a_part_of_an_axis_has_no_sharding_on_a_mesh_that_has_it_in_one():
         layout.sharding(make_mesh(replica=2, fsdp=4), layout.by_path["block.w"], "kept")
 
 
-def test_axes_on_names_the_axes_of_either_mesh():
-    mesh = make_mesh(replica=2, fsdp=4)
-    layout = make_table(LEAVES, "all", reshard=2)
-    assert layout.axes_on(mesh, A) == A
-    assert layout.axes_on(split_mesh(mesh, layout.sub_axes), A) == ("replica", "fsdp_0", "fsdp_1")
-    assert layout.axes_on(split_mesh(mesh, layout.sub_axes), ("replica",)) == ("replica",)
-
-
-@pytest.mark.parametrize(("reshard", "part"), [(1, 1), (2, 2), (4, 4), (8, 8), (16, 16)])
-def test_what_is_kept_takes_the_bytes_of_its_part(reshard, part):
-    layout = make_table(LEAVES, "all", FOUR_BY_FOUR, reshard=reshard, param_dtype="bfloat16")
-    leaf = layout.by_path["block.w"]
-    assert layout.num_parts(leaf.stage("kept")) == part
-    assert layout.stage_bytes(leaf, "kept") == 64 * 48 * 2 // part
-
-
 # Layouts of a step that gathers first, and of a slice of the mesh.
 
 
@@ -281,12 +242,3 @@ def test_a_gathered_layout_has_its_parameters_whole_in_use_and_the_rest_as_it_wa
     assert gathered.mesh_sizes == layout.mesh_sizes
     assert all(isinstance(policy.reshard_after_forward, bool) for policy in gathered.policies)
     assert gathered.gathered() == gathered
-
-
-def test_specs_on_a_split_mesh_cut_arrays_as_the_table_says():
-    mesh = make_mesh(replica=2, fsdp=4)
-    layout = make_table(LEAVES, "full_shard", mesh, reshard=2)
-    leaf, parts = layout.by_path["head"], split_mesh(mesh, layout.sub_axes)
-    value = jax.device_put(np.arange(96.0 * 64).reshape(96, 64), layout.sharding(parts, leaf, "kept"))
-    assert {shard.data.shape for shard in value.addressable_shards} == {(48, 64)}
-    assert [float(shard.data[0, 0]) for shard in value.addressable_shards] == [0.0, 48.0 * 64] * 4

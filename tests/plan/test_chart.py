@@ -11,12 +11,11 @@ import pytest
 from jfsdp.plan.cluster import hardware
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import parse_module
-from jfsdp.plan.time.chart import COLORS, collective_units, draw_timeline, find_panels, plot_timeline
+from jfsdp.plan.time.chart import collective_units, draw_timeline, find_panels, plot_timeline
 from jfsdp.plan.time.timeline import Rates, simulate
 from jfsdp.plan.traffic.ledger import make_ledger
 from tests.plan.programs import program
 from tests.plan.test_timeline import COPY, DOT, done, loop, start, timeline
-from tests.refusals import check_facts
 
 
 @pytest.fixture(scope="module")
@@ -50,26 +49,6 @@ def test_the_step_comes_first_and_then_each_loop_with_its_times(clock):
     assert [one.lanes for one in panels] == [["compute"], ["compute", "wire"]]
 
 
-def test_what_takes_less_than_a_hundredth_of_the_step_has_no_panel():
-    before, line = loop("small", 2, f"%c {COPY}")
-    assert len(find_panels(timeline(line, *(f"%d{i} {DOT}" for i in range(19)), before=before))) == 2
-    assert len(find_panels(timeline(line, *(f"%d{i} {DOT}" for i in range(20)), before=before))) == 1
-
-
-def test_bars_stand_in_their_lane_and_neighbours_of_one_kind_are_one(clock):
-    step, layer = draw_timeline(clock, {"g": "layers"}).axes
-    assert bars(step) == {
-        ("compute", "matmul"): [(0, 10_000)],
-        ("compute", "loop"): [(10_000, 46_000)],
-        ("compute", "memory"): [(46_000, 48_000)],
-    }
-    assert bars(layer) == {
-        ("compute", "matmul"): [(0, 10_000)],
-        ("compute", "wait"): [(10_000, 12_000)],
-        ("wire", "all-gather"): [(0, 6_000), (6_000, 12_000)],
-    }
-
-
 def test_what_runs_over_tensor_has_a_lane_of_its_own(clock):
     _, layer = draw_timeline(clock, {"g": "layers"}, {"h": "tensor", "a": "tensor"}).axes
     assert bars(layer) == {
@@ -92,21 +71,6 @@ def test_the_picture_of_a_plan_knows_which_collectives_run_over_tensor(clock, tm
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         plot_timeline(plan, path)
     assert re.findall(">(compute|wire|tensor)<", path.read_text()) == ["compute", "compute", "wire", "tensor"]
-
-
-def test_labels_say_the_unit_and_what_a_loop_runs_where_there_is_room(clock):
-    step, layer = draw_timeline(clock, {"g": "layers", "h": "longer than its bar " * 9}).axes
-    assert (texts(step), texts(layer)) == (["3 x A"], ["layers"])
-    check_facts(layer.get_title(loc="left"), "A", "3 times", "12000.00 ms", "2000.00 ms")
-    assert step.get_title(loc="left").endswith("0.00 ms of it waiting outside of loops")
-
-
-def test_the_legend_has_every_kind_in_one_order_and_waits_in_a_colour_of_their_own(clock):
-    (legend,) = draw_timeline(clock, {}).legends
-    found = [text.get_text() for text in legend.get_texts()]
-    assert found == [kind for kind in COLORS if kind in found]
-    assert set(found) == {"matmul", "memory", "loop", "wait", "all-gather"}
-    assert list(COLORS.values()).count(COLORS["wait"]) == 1
 
 
 @pytest.mark.proof

@@ -65,32 +65,11 @@ def test_operands_printed_with_their_types_are_read(small):
     assert small.entry.by_name["old"].operands == ("x",)
 
 
-def test_sources_come_from_the_tables_or_from_the_line(small):
-    by_name = small.entry.by_name
-    assert by_name["gemm"].source == "jfsdp/engine/auto.py:61"
-    assert by_name["gemm"].stack == ("jfsdp/engine/auto.py:61", "models/llama.py:12")
-    assert by_name["fusion"].source == "models/llama.py:12"
-    assert by_name["old"].source == "models/old.py:7"
-    assert by_name["constant.7"].source == ""
-
-
 def test_parents_printed_without_the_offset_are_understood():
     plain = SMALL.replace("parent_frame_id=1}", "parent_frame_id=0}").replace(
         "parent_frame_id=2}", "parent_frame_id=1}"
     )
     assert parse.parse_module(plain).entry.by_name["gemm"].stack == ("jfsdp/engine/auto.py:61", "models/llama.py:12")
-
-
-def test_root_and_users_follow_the_text(small):
-    assert small.entry.root.name == "fusion"
-    assert [user.name for user in small.entry.users["x"]] == ["gemm", "old", "fusion"]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "size"), [("pred", 1), ("bf16", 2), ("f8e4m3fn", 1), ("s4", 0.5), ("c64", 8), ("f64", 8), ("token", 0)]
-)
-def test_element_sizes_are_read_from_the_type(dtype, size):
-    assert Shape(dtype, (16,)).num_bytes == 16 * size
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,6 @@ from jfsdp.plan.inference import plan_inference
 from jfsdp.trainer.options import ShardingOptions
 from tests.options import made
 
-GIB = 1 << 30
-
 
 @pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=2,tensor=4"])
 def test_weights_and_cache_are_what_the_compiler_takes_in(mesh):

@@ -29,7 +29,6 @@ P, F = 2, 4
 PER_STAGE = LAYERS // P
 LAYER = 2 * DIM * DIM + 2 * DIM * KV + 3 * DIM * FFN + 2 * DIM  # elements
 ROOT = 2 * VOCAB * DIM // P + DIM  # on a stage: embedding and head are cut over the stages
-NODES = Cluster(find_gpu("h100"), 8)
 
 
 @functools.cache

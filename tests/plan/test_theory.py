@@ -8,14 +8,12 @@ import functools
 import math
 from typing import Any
 
-import jax.numpy as jnp
 import pytest
 
 import jfsdp
 from jfsdp.engine.movements import CALL, FORWARD, LAST, movements
 from jfsdp.layout.layout import num_parameters
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.hlo.parse import Shape, hlo_dtype
 from jfsdp.plan.traffic.ledger import make_ledger
 from jfsdp.trainer.job import find_job
 from tests.refusals import refusing
@@ -280,10 +278,6 @@ def test_xla_sums_every_microbatch_over_every_axis():
     assert wire(layout("zero1"), accumulate=4, program="xla") == pytest.approx(wire(layout("zero2"), accumulate=4))
 
 
-def test_one_device_sends_nothing():
-    assert moves_of(layout(mesh=(("fsdp", 1),))) == ()
-
-
 @pytest.mark.parametrize(("param_dtype", "size"), [("bfloat16", 2), (None, 4)])
 def test_between_groups_only_the_shard_of_the_group_is_summed_and_once_in_every_precision(param_dtype, size):
     """A strategy by hand: accumulators of the group, optimizer states over all devices."""
@@ -291,9 +285,3 @@ def test_between_groups_only_the_shard_of_the_group_is_summed_and_once_in_every_
     found = wire(layout(own, mesh=GROUPS, param_dtype=param_dtype), accumulate=4)
     assert found["reduce-scatter", GROUP] == pytest.approx(4 * size * P * GROUP_SHARE + size * P / GROUP * GROUP_SHARE)
     assert "all-reduce" not in {kind for kind, _ in found}
-
-
-@pytest.mark.parametrize("name", ["bfloat16", "float16", "float32", "int32", "uint8", "bool", "complex64"])
-def test_dtypes_are_named_as_hlo_names_them(name):
-    assert Shape(hlo_dtype(name), ()).num_bytes == jnp.dtype(name).itemsize
-    assert hlo_dtype(name) in {"bf16", "f16", "f32", "s32", "u8", "pred", "c64"}

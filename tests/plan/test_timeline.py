@@ -230,11 +230,6 @@ SETUP = (
     "%i = s32[] parameter(7)",
     "%q = bf16[2,1024,32,128]{3,2,1,0} parameter(8)",
 )
-CUBLAS = (
-    '%w = (bf16[16,1024,256]{2,1,0}, s8[4194304]{0}) custom-call(%c, %d), custom_call_target="__cublas$lt$matmul", '
-    'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"],'
-    '"rhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"],"rhs_batch_dimensions":["0"]}}}'
-)
 FMHA = (
     "%w = (bf16[2,32,1024,128]{3,1,2,0}, f32[2,32,1024]{2,1,0}, u8[0]{0}) custom-call(%q, %q, %q), "
     'custom_call_target="__cudnn$fmhaSoftmax@", backend_config={"cudnn_fmha_backend_config": '
@@ -252,10 +247,6 @@ def test_a_gemm_fusion_counts_the_dot_inside():
     found = work("%w = bf16[8192,14336]{1,0} fusion(%a, %b), kind=kCustom, calls=%gemm_computation")
     assert found.matmuls == (Matmul(1, 8192, 14336, 4096, "bf16"),)
     assert found.num_flops == 2 * 8192 * 14336 * 4096
-
-
-def test_a_cublas_call_counts_its_batches():
-    assert work(CUBLAS).matmuls == (Matmul(16, 1024, 256, 512, "bf16"),)
 
 
 def test_a_float32_dot_runs_in_tf32_unless_it_is_asked_to_be_precise():
@@ -295,11 +286,6 @@ def test_documents_divide_the_attention_of_packed_rows_alone():
 )
 def test_a_slice_of_a_stack_touches_one_layer(line):
     assert work(line).num_bytes == 2 * 4 * 64 * 8 + 4
-
-
-def test_bookkeeping_takes_no_time():
-    assert work("%w = (f32[1,64,8]{2,1,0}, s32[]) tuple(%one, %i)").kind is Kind.NONE
-    assert work("%w = f32[64,8]{1,0} bitcast(%one)").kind is Kind.NONE
 
 
 # Rates.
