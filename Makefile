@@ -23,13 +23,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := jfsdp models scripts tests examples docs/conf.py docs/make_options.py
 
-QUICK := tests/layout tests/test_house.py tests/test_compat.py tests/train/test_choice.py tests/train/test_reduction.py \
-  tests/plan/test_theory.py tests/plan/test_hlo.py tests/engine/test_schedule.py tests/trainer/test_options.py \
-  tests/checkpoint/test_store.py tests/engine/test_parity.py::test_xla_equals_one_device_where_it_sends_more \
-  tests/engine/test_manual_parity.py::test_the_depth_of_prefetch_changes_no_bit
+# What compiles nothing, or next to nothing: tables, parsing, refusals, bytes by theory, data, files, rules of the house.
+QUICK := tests/layout $(addprefix tests/test_,house.py arguments.py options_page.py troubleshooting.py) \
+  $(addprefix tests/plan/test_,collectives.py hardware.py hlo.py theory.py timeline.py) tests/engine/test_schedule.py \
+  $(addprefix tests/trainer/test_,data_chat.py data_corpus.py data_messages.py data_packing.py data_tokenizer.py options.py) \
+  $(addprefix tests/checkpoint/foreign/test_,mapping.py safetensors.py)
+# Steps that equal one device, in every program, strategy, storage form and mesh.
+PARITY := $(addprefix tests/engine/test_,parity.py manual_parity.py pipeline_parity.py) tests/train/test_storage.py \
+  tests/test_compat.py
+OLDEST := $(shell for p in python3.11 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.11.*/bin/python3.11; do \
+  "$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && exit; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train finetune test quick lint format proofs docs clean
+.PHONY: help install train finetune test quick oldest lint format proofs docs clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,8 +63,16 @@ $(VENV)/.peft: $(STAMP)
 test: install lint ## Lint, check types, run the tests (all that CI does)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
-quick: install ## What two minutes can show: layouts, rules of the house, plans on paper, some parity
+quick: install ## What two minutes can show without compiling: layouts, options, data, files, bytes by theory
 	$(BIN)/python -m pytest -n $(WORKERS) $(QUICK) $(ARGS)
+
+oldest: ## What quick shows, and parity, on Python 3.11: it gets the oldest JAX that is served
+ifneq ($(OLDEST),)
+	@$(MAKE) --no-print-directory install PYTHON=$(OLDEST) VENV=.venv-3.11
+	.venv-3.11/bin/python -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(PARITY) $(ARGS)
+else
+	@echo "make oldest: there is no Python 3.11 with ensurepip here, so the oldest JAX was not tried"
+endif
 
 lint: install ## Lint and check types
 	$(BIN)/ruff check $(wildcard $(SOURCES))

@@ -78,6 +78,13 @@ def test_offsets_are_compared_only_where_the_index_follows_from_the_counter():
     assert not list(find_wrong_slices(parse_module(text)))
 
 
+def test_a_loop_that_runs_once_has_no_order():
+    text = corrupt(offloading(), (0, BYTES), ((LAYERS - 1) * BYTES, -BYTES))
+    assert list(find_wrong_slices(parse_module(text)))
+    once = re.sub(r'"known_trip_count":\{"n":"\d+"\}', '"known_trip_count":{"n":"1"}', text)
+    assert not list(find_wrong_slices(parse_module(once)))
+
+
 def test_the_audit_names_a_step_that_was_compiled_wrong():
     text, layout = programs.program(config=(("num_layers", 4),))
     assert "wrong-slice" not in {finding.trap for finding in audit(text, layout).findings}

@@ -17,6 +17,7 @@ from typing import Any
 
 from jfsdp.plan.hlo.flow import number, tuple_index
 from jfsdp.plan.hlo.parse import Instruction, Module, Shape
+from jfsdp.plan.hlo.trip_counts import trip_count
 
 _COMPUTE: dict[str, Callable[..., Any]] = {
     "add": operator.add,
@@ -50,13 +51,14 @@ class WrongSlice:
 def find_wrong_slices(module: Module) -> Iterator[WrongSlice]:
     """Yield the annotated slices of loops whose offset or direction differs from their index.
 
-    Only indices that follow from the loop's counter and constants are compared, and only along one dim.
+    Only indices that follow from the loop's counter and constants are compared, along one dim, over two iterations: a
+    loop that runs once, such as one of two layers that XLA has unrolled, has no second.
     """
     loops = [inst for computation in module.computations.values() for inst in computation.instructions]
     for loop in loops:
         counter = re.search(r'known_induction_variable":\{"tuple_index":"(\d+)"', loop.attributes)
         steps = re.search(r'known_init_step":\{"init":"(-?\d+)","step":"(-?\d+)"', loop.attributes)
-        if loop.opcode == "while" and counter and steps:
+        if loop.opcode == "while" and counter and steps and trip_count(loop) > 1:
             place, first, step = int(counter[1]), int(steps[1]), int(steps[2])
             yield from _compare(*(_Scope(module, loop.attribute("body"), [{place: first + i * step}]) for i in (0, 1)))
 
