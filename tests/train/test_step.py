@@ -508,3 +508,9 @@ def test_metrics_beside_a_weight_of_nothing_are_0(model):
 
     _, metrics = model.train_step(nothing, TX, check_loss=False)(model.init(TX), make_batches(1)[0])
     assert (metrics["a"], metrics["b"], metrics["loss"]) == (0.0, 0.0, 0.0)
+
+
+def test_an_optimizer_that_asks_for_more_than_gradients_is_refused(model):
+    model.train_step(token_loss, optax.contrib.momo(1e-3))  # takes the loss
+    with pytest.raises(ValueError, match=r"optimizer: .*linesearch"):
+        model.train_step(token_loss, optax.lbfgs(1e-3))
