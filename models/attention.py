@@ -207,7 +207,7 @@ def _by_parts(
     parts = []
     for first in range(0, query.shape[1], QUERIES):
         attend_part = jax.checkpoint(
-            partial(_attend_part, first=first, kernel=kernel, window=window),
+            partial(attend_queries, first=first, kernel=kernel, window=window),
             policy=lambda primitive, *_, **__: primitive.name == FORWARD,
         )
         own = query[:, first : first + QUERIES]
@@ -219,7 +219,7 @@ def _by_parts(
     return jnp.concatenate(parts, axis=1)
 
 
-def _attend_part(
+def attend_queries(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
@@ -255,10 +255,11 @@ def _cudnn_serves(query: Any) -> bool:
 
 def _has_cudnn_attention() -> bool:
     """Say whether the device that a trace is for is an NVIDIA GPU from Ampere on."""
-    return _is_cuda() and is_at_least("8.0")
+    return is_cuda() and is_at_least("8.0")
 
 
-def _is_cuda() -> bool:
+def is_cuda() -> bool:
+    """Tell whether what is traced runs on an NVIDIA GPU."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if hasattr(device, "device_kind"):
         return device.device_kind.startswith("NVIDIA")

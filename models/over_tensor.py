@@ -46,7 +46,7 @@ def split_tokens(x: jax.Array) -> jax.Array:
     Cost:    a reduce-scatter of what is a sum over `tensor`; an all-gather of its gradient.
     Source:  sequence parallelism of Megatron-LM (arXiv 2205.05198).
     """
-    return _stated(True, x) if _splits(x) else x
+    return stated(True, x) if _splits(x) else x
 
 
 def whole_rows(x: jax.Array) -> jax.Array:
@@ -54,7 +54,7 @@ def whole_rows(x: jax.Array) -> jax.Array:
 
     Cost:    an all-gather; a reduce-scatter of its gradient.
     """
-    return _stated(False, x) if _splits(x) else x
+    return stated(False, x) if _splits(x) else x
 
 
 def looked_up(x: jax.Array) -> jax.Array:
@@ -74,13 +74,14 @@ def _splits(x: jax.Array) -> bool:
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _stated(is_split: bool, x: jax.Array) -> jax.Array:
+def stated(is_split: bool, x: jax.Array) -> jax.Array:
+    """State how tokens are split over the axis, and the other way round for the cotangent."""
     free = PartitionSpec.UNCONSTRAINED
     return jax.lax.with_sharding_constraint(x, PartitionSpec(free, AXIS if is_split else None, free))
 
 
 # Two matrix products read the gradient of a sum over `tensor`: unless it is said to be whole, each gathers it.
-_stated.defvjp(lambda is_split, x: (_stated(is_split, x), None), lambda is_split, _, d_x: (_stated(not is_split, d_x),))
+stated.defvjp(lambda is_split, x: (stated(is_split, x), None), lambda is_split, _, d_x: (stated(not is_split, d_x),))
 
 
 def over_tensor(x: jax.Array, dim: int, what: str = "of a value") -> jax.Array:

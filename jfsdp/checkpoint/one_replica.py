@@ -32,7 +32,7 @@ def from_first_replica(array: jax.Array) -> jax.Array:
     if not axes:
         return array
     on_devices = sharding.with_memory_kind(None)  # offloaded arrays cannot be computed with where they lie
-    total = _sum(sharding.mesh, sharding.spec, axes)(jax.device_put(array, on_devices))
+    total = summing(sharding.mesh, sharding.spec, axes)(jax.device_put(array, on_devices))
     return jax.device_put(total, sharding)
 
 
@@ -42,7 +42,9 @@ def _repeated_over(sharding: NamedSharding) -> tuple[str, ...]:
 
 
 @functools.cache
-def _sum(mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Any:
+def summing(mesh: Any, spec: PartitionSpec, axes: tuple[str, ...]) -> Any:
+    """Return the program that sums blocks over axes, bit by bit."""
+
     def add(block: jax.Array) -> jax.Array:
         if jnp.iscomplexobj(block):
             return jax.lax.complex(add(block.real), add(block.imag))

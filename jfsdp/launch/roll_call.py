@@ -27,7 +27,7 @@ from jfsdp.launch.watch import say
 
 _MOST_BYTES = 1 << 20  # of what a process tells
 _PATIENCE_S = 5.0  # for one that has connected to say who it is
-_SILENT_S = 10.0  # that process 0 waits without saying for whom
+SILENT_S = 10.0  # that process 0 waits without saying for whom
 
 
 class NotAllThere(ValueError):
@@ -81,7 +81,7 @@ def _listen(host: str, port: int, own: dict[str, Any], deadline: float, min_npro
     acceptor = threading.Thread(target=_accept, args=(server, own, calls), daemon=True)
     with server:
         acceptor.start()
-        say_at = begin + _SILENT_S
+        say_at = begin + SILENT_S
         while not problem and (awaited := _awaited(present)) and (left := deadline - time.monotonic()) > 0:
             if time.monotonic() >= say_at:
                 say_at = math.inf

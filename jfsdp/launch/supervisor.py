@@ -113,7 +113,7 @@ class Supervisor:
             for attempt in range(self.max_restarts + 1):
                 self.children = []
                 for local in sorted(set(range(self.nproc)) - self.absent):
-                    self.children.append(self._start(local, attempt))
+                    self.children.append(self.start_process(local, attempt))
                 if self.stopped_by is not None:  # some were not there yet when it came
                     self._send(self.stopped_by)
                 failed = self._wait()
@@ -126,7 +126,8 @@ class Supervisor:
                     break
         return status
 
-    def _start(self, local: int, attempt: int) -> Child:
+    def start_process(self, local: int, attempt: int) -> Child:
+        """Start one process of this host, with what tells it its place."""
         hosts, rank = self.hosts, self.hosts.node * self.nproc + local
         host, _, port = hosts.address.rpartition(":")
         told = {

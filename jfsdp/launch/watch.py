@@ -29,7 +29,7 @@ USAGE, DAMAGED, STUCK, ENDED_BY_OTHERS = 2, 4, 75, 76  # exit statuses; restarti
 PATIENT = 3  # how much longer what comes once may take: the first step, restoring, saving
 _PERIOD_S = 1.0
 _OWN_WORD_S = 2.0  # for a process that has met the same error to say so itself
-_ANSWER_S = 60.0  # how long a file system may take to say how much is written
+ANSWER_S = 60.0  # how long a file system may take to say how much is written
 _LINGER_S = 5.0  # of process 0 after it failed: the store, which the others read, ends with it
 _KEY = "jfsdp/failed"
 
@@ -101,7 +101,7 @@ class Watch:
                 if self._done.wait(_OWN_WORD_S + _LINGER_S * told.text.startswith(self._name)):
                     return  # this process has come to its end meanwhile
                 say(f"error: another process failed, so this one ends: {told.text}")
-                _end(self.process, told.status_of_others)
+                end_process(self.process, told.status_of_others)
 
     def _say_stuck(self, place: _Place) -> None:
         message = f"no progress: {place.name} takes more than {place.limit_s:g} s (--timeout {self.limit_s:g})"
@@ -111,7 +111,7 @@ class Watch:
         say(f"error: {self._name} {message}; the stacks of all threads stand above")  # last: of long logs it is the end
         tell_and_end(message, STUCK)
         if RESTART in os.environ:  # else one that is alone goes on: it may be in a debugger
-            _end(self.process, STUCK)
+            end_process(self.process, STUCK)
 
 
 @dataclasses.dataclass(eq=False)
@@ -134,7 +134,7 @@ class _Place:
         if (progress := self.progress) is not None:
             thread = threading.Thread(target=lambda: answers.append(progress()), daemon=True)
             thread.start()
-            thread.join(_ANSWER_S)
+            thread.join(ANSWER_S)
         return answers[0] if answers else None
 
     def has_got_on(self) -> bool:
@@ -185,7 +185,7 @@ def tell_and_end(message: str, status: int) -> None:
         if first and first[0] != own:
             say(f"error: another process failed before: {first[0].text}")
             status = first[0].status_of_others
-        _end(process, status)
+        end_process(process, status)
 
 
 def _name(process: int, count: int) -> str:
@@ -203,7 +203,8 @@ def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _end(process: int, status: int) -> NoReturn:
+def end_process(process: int, status: int) -> NoReturn:
+    """End this process at once, its last lines printed."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

@@ -27,7 +27,7 @@ from jfsdp.modules.parted import Parted, can_cast, is_array, map_arrays, part_ou
 def hook_unit(module: nnx.Module, unit: UnitInfo, hooks: Hooks) -> None:
     """Swap the class of a module of a traced copy; see [Note: how an NNX unit is hooked]."""
     cls = type(module)
-    _set_class(module, _subclass(cls, {name: _hooked(cls, name, unit, hooks) for name in _methods(cls)}))
+    _set_class(module, _subclass(cls, {name: _hooked(cls, name, unit, hooks) for name in hooked_methods(cls)}))
 
 
 def hook_root(module: nnx.Module, hooks: Hooks) -> None:
@@ -49,7 +49,7 @@ def hook_root(module: nnx.Module, hooks: Hooks) -> None:
     _set_class(module, _subclass(cls, {"__call__": hooked}))
 
 
-def _methods(cls: type) -> list[str]:
+def hooked_methods(cls: type) -> list[str]:
     """List the user's methods: `__call__`, and what binds to a module of the classes below nnx.Module.
 
     What overrides a method of nnx.Module itself (train, eval, set_attributes) changes Python state and reads no weight.

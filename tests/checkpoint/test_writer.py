@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import jfsdp
 from jfsdp.checkpoint import one_replica
-from jfsdp.checkpoint.disk.pieces import _copy
+from jfsdp.checkpoint.disk.pieces import copy_shard
 
 
 @pytest.mark.parametrize(("platform", "kind"), [("cpu", "device"), ("cuda", "pinned_host"), ("cuda", "unpinned_host")])
@@ -21,7 +21,7 @@ def test_what_lies_in_host_memory_is_copied_and_not_viewed(platform, kind):
     array = jax.device_put(jnp.arange(8.0), SingleDeviceSharding(jax.devices()[0], memory_kind=kind))
     (there,) = array.addressable_shards
     shard = SimpleNamespace(data=there.data, index=there.index, device=SimpleNamespace(platform=platform))
-    data = _copy(shard)
+    data = copy_shard(shard)
     assert np.shares_memory(np.asarray(there.data), np.asarray(there.data)), "what is tested: it is a view"
     assert not np.shares_memory(data, np.asarray(there.data))
     assert np.array_equal(data, np.arange(8))
@@ -29,13 +29,13 @@ def test_what_lies_in_host_memory_is_copied_and_not_viewed(platform, kind):
 
 def test_what_one_replica_read_is_summed_on_the_devices_wherever_it_lies(monkeypatch):
     """GPUs compute with nothing that lies in host memory."""
-    seen, make = [], one_replica._sum
+    seen, make = [], one_replica.summing
     mesh = jfsdp.make_mesh(replica=2)
 
     def watched(*args):
         return lambda array: seen.append(array.sharding.memory_kind) or make(*args)(array)
 
-    monkeypatch.setattr(one_replica, "_sum", watched)
+    monkeypatch.setattr(one_replica, "summing", watched)
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"), memory_kind="pinned_host")
     blocks = [
         jax.device_put(

@@ -12,7 +12,7 @@ from tests.refusals import check_facts
 def in_order(monkeypatch):
     """A machine that nobody would object to, wherever the tests run; the tests' own XLA flags are notes."""
     monkeypatch.setattr("jfsdp.plan.cluster.doctor.has_nvidia_driver", lambda: False)
-    monkeypatch.setattr("jfsdp.plan.cluster.doctor._has_infiniband", lambda: False)
+    monkeypatch.setattr("jfsdp.plan.cluster.doctor.has_infiniband", lambda: False)
     for name in ("NCCL_P2P_DISABLE", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)
 

@@ -48,7 +48,7 @@ def test_fewer_go_on_without_those_that_do_not_come():
 
 
 def test_process_0_says_once_for_whom_it_waits(monkeypatch, capsys):
-    monkeypatch.setattr(roll_call, "_SILENT_S", 2.0)
+    monkeypatch.setattr(roll_call, "SILENT_S", 2.0)
     call([0, 2], count=4, timeout_s=4.0)
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1 and "2 of 4 processes: 1, 3;" in said[0], said

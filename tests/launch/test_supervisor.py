@@ -178,14 +178,14 @@ def test_what_others_hosts_ended_is_not_blamed_on_one_that_hangs(supervise, capf
 
 
 def test_a_signal_while_processes_are_started_reaches_them_all(supervise, monkeypatch):
-    start = Supervisor._start
+    start = Supervisor.start_process
 
     def slow(self, local, attempt):
         if local == 1:
             os.kill(os.getpid(), signal.SIGTERM)
         return start(self, local, attempt)
 
-    monkeypatch.setattr(Supervisor, "_start", slow)
+    monkeypatch.setattr(Supervisor, "start_process", slow)
     begin = time.monotonic()
     _, status = supervise("time.sleep(60)", max_restarts=3)
     assert status == 128 + signal.SIGTERM and time.monotonic() - begin < 30

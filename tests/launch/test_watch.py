@@ -41,7 +41,7 @@ class Silent(Store):
 def ended(monkeypatch):
     """With which statuses this process would have ended, in the order of the calls."""
     statuses = []
-    monkeypatch.setattr(watch, "_end", lambda _, status: statuses.append(status))
+    monkeypatch.setattr(watch, "end_process", lambda _, status: statuses.append(status))
     for name in ("_PERIOD_S", "_OWN_WORD_S", "_LINGER_S"):
         monkeypatch.setattr(watch, name, 0.05)
     return statuses
@@ -109,7 +109,7 @@ def test_what_ends_while_it_is_asked_is_no_hang(join, ended):
 
 
 def test_a_file_system_that_does_not_answer_has_stopped(join, ended, monkeypatch):
-    monkeypatch.setattr(watch, "_ANSWER_S", 0.1)
+    monkeypatch.setattr(watch, "ANSWER_S", 0.1)
     join(Store())
     with watch.Watch(0.1, PLACE) as watching, watching.at("a save", 1, lambda: time.sleep(20)):
         wait_for(lambda: ended)

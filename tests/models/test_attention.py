@@ -85,7 +85,7 @@ def test_who_is_told_where_documents_are():
 
 def test_a_row_of_too_many_documents_is_nan(monkeypatch):
     monkeypatch.setattr(attention, "is_at_least", lambda capability: True)
-    monkeypatch.setattr(attention, "_is_cuda", lambda: True)
+    monkeypatch.setattr(attention, "is_cuda", lambda: True)
     ids = rows_of([[3, 1, 2], [3, 9], [1, 1, 1, 1]])  # with the padding 4, 2 and 5 runs
     _, x = attention.document_view(ids, jnp.ones((3, T, 16), jnp.bfloat16), "auto", head_size=64, most=4)
     np.testing.assert_array_equal(np.isnan(x.astype(jnp.float32)).any((1, 2)), [False, False, True])
@@ -160,8 +160,10 @@ def test_steps_by_parts_are_those_of_whole_rows_on_a_mesh(monkeypatch, program):
     wanted = train()
     monkeypatch.setattr(attention, "LONGEST_WHOLE", published.LENGTH - 1)
     monkeypatch.setattr(attention, "QUERIES", 4)
-    attend, parts = attention._attend_part, []
-    monkeypatch.setattr(attention, "_attend_part", lambda *args, **options: parts.append(1) or attend(*args, **options))
+    attend, parts = attention.attend_queries, []
+    monkeypatch.setattr(
+        attention, "attend_queries", lambda *args, **options: parts.append(1) or attend(*args, **options)
+    )
     np.testing.assert_allclose(train(), wanted, rtol=1e-5)
     assert parts
 
@@ -228,7 +230,7 @@ def test_the_kernel_is_said_with_its_reason(gpu, dtype, seq_len, is_packed, fact
 
 @pytest.mark.parametrize(("capability", "kernel"), [("7.5", "xla"), ("8.0", "cudnn")])
 def test_cudnn_attends_from_ampere_on(monkeypatch, capability, kernel):
-    monkeypatch.setattr(attention, "_is_cuda", lambda: True)
+    monkeypatch.setattr(attention, "is_cuda", lambda: True)
     monkeypatch.setattr(attention, "is_at_least", lambda least: float(capability) >= float(least))
     query = jax.ShapeDtypeStruct((1, 512, 8, 64), jnp.bfloat16)
     assert attention.choose_attention("auto", query) == kernel

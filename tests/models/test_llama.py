@@ -357,7 +357,7 @@ def test_auto_attention_is_xla_on_cpu_and_cudnn_wants_half_precision():
     ],
 )
 def test_auto_attention_on_cuda_takes_what_cudnn_serves(monkeypatch, dtype, head_size, seq_len, served):
-    monkeypatch.setattr(attention, "_is_cuda", lambda: True)
+    monkeypatch.setattr(attention, "is_cuda", lambda: True)
     monkeypatch.setattr(attention, "is_at_least", lambda capability: True)
     query = jax.ShapeDtypeStruct((1, seq_len, 4, head_size), dtype)
     assert attention.choose_attention("auto", query) == ("cudnn" if served else "xla")

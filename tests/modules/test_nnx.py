@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jfsdp.modules.nnx import NNXModel
-from jfsdp.modules.nnx_unit import _methods
+from jfsdp.modules.nnx_unit import hooked_methods
 from tests.modules.parity import DIM, ROWS, TX, check_nnx, count_calls, data, refused, tokens, trace, train_sharded
 from tests.refusals import refuses, refusing
 from tests.sharding import fully_shard
@@ -376,7 +376,7 @@ def test_a_function_that_a_class_keeps_as_a_partial_is_not_a_method():
     class Kept(Methods):
         act = functools.partial(jax.nn.gelu, approximate=True)
 
-    assert set(_methods(Kept)) == set(METHODS)
+    assert set(hooked_methods(Kept)) == set(METHODS)
 
 
 def test_methods_that_are_not_plain_functions_are_gathered(monkeypatch):

@@ -128,7 +128,7 @@ def test_a_gradient_that_is_gathered_twice_is_a_trap(monkeypatch):
     """What XLA did until the models stated of gradients too how they are split: 8 gathers a layer."""
     *_, trace = program("manual", 8, 2)
     spec = {True: PartitionSpec(FREE, "tensor", FREE), False: PartitionSpec(FREE, None, FREE)}
-    monkeypatch.setattr(over_tensor, "_stated", lambda split, x: jax.lax.with_sharding_constraint(x, spec[split]))
+    monkeypatch.setattr(over_tensor, "stated", lambda split, x: jax.lax.with_sharding_constraint(x, spec[split]))
     module, layout, _ = program.__wrapped__("manual", 8, 2)
     report = audit(module, layout, trace=trace)
     (finding,) = report.findings

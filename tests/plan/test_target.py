@@ -71,7 +71,7 @@ def test_a_rack_is_one_domain_of_many_hosts():
 
 def test_a_field_that_this_jaxlib_does_not_know_is_left_out(monkeypatch):
     """A jaxlib between those that were tried may refuse a field; the plainest text must still go through."""
-    monkeypatch.setattr("jfsdp.plan.cluster.target._FIELDS_SINCE", {"no_such_field: 1": (0, 1)})
+    monkeypatch.setattr("jfsdp.plan.cluster.target.FIELDS_SINCE", {"no_such_field: 1": (0, 1)})
     assert "no_such_field" in render_target_config(find_gpu("h100"))
     assert len(topology_devices(Cluster(find_gpu("h100")))) == 8
 

@@ -432,3 +432,33 @@ def test_what_is_refused_in_the_first_step_begins_mended_in_the_same_directory(o
     done = serve(*options, "--run-dir", tmp_path / "run", "--steps", 1)
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1]
+
+
+BIGRAM = """
+import jax, jfsdp, optax
+from flax import nnx
+
+class Bigram(nnx.Module):
+    def __init__(self, rngs):
+        self.table = nnx.Embed(264, 264, rngs=rngs)
+    def __call__(self, tokens):
+        return self.table(tokens)
+
+def loss(model, batch):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(batch["tokens"]).astype("float32"), batch["targets"])
+    return jfsdp.Loss((losses * batch["weights"]).sum(), batch["weights"].sum())
+
+def bigram():
+    ids = lambda rows, length: {name: jax.ShapeDtypeStruct((rows, length), "int32") for name in ("tokens", "targets")}
+    return jfsdp.trainer.Job(model=Bigram, loss=loss, batch=ids, units=["table"], optimizer=optax.sgd, vocab_size=264)
+"""
+
+
+@pytest.mark.proof
+def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tmp_path):
+    (tmp_path / "own_jobs.py").write_text(BIGRAM)
+    more = ["--steps", 4, "--param-dtype", "float16", "--sample-tokens", 0, "--run-dir", tmp_path / "run"]
+    ours = [*options[options.index("--seq-len") :], "--factory", "own_jobs:bigram"]
+    done = train(*ours, *more, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line["loss_scale"] for line in read_metrics(tmp_path / "run")] == [2.0**16] * 4

@@ -282,7 +282,7 @@ def test_what_cannot_be_trained_on_is_refused_with_its_line(tmp_path, records, t
 
 
 def test_a_template_that_loops_is_given_up(tmp_path, monkeypatch):
-    monkeypatch.setattr(documents, "_MOST_SECONDS", 0.2)
+    monkeypatch.setattr(documents, "MOST_SECONDS", 0.2)
     loop = "{% for a in range(999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
     refuses(lambda: _open(tmp_path, [chat("a", "b")], loop), "loop")
 

@@ -289,3 +289,10 @@ def test_exit_with_an_open_iterator_is_silent_and_the_stream_is_the_same_in_ever
     data = open_data(DataConfig(uneven_documents, seq_len=64, shuffle_rows=32))
     batches = _take(make_train_iterator(data, batch_size=2), 20)
     assert int(run.stdout) == zlib.crc32(b"".join(batch["tokens"].tobytes() for batch in batches))
+
+
+@pytest.mark.parametrize(
+    ("num_documents", "num_rows", "expected"), [(0, 8, 1), (1999, 8, 1), (2000, 8, 2), (9000, 6, 6)]
+)
+def test_lanes_divide_the_batch_and_have_enough_documents(num_documents, num_rows, expected):
+    assert lanes.count_lanes(num_documents, num_rows) == expected

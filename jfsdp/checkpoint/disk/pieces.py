@@ -65,12 +65,13 @@ def copy_pieces(state: TrainState, devices: Collection[Any] | None = None) -> di
 
 
 def _copy_parts(stored: Stored, shards: Sequence[Any]) -> list[tuple[Index, np.ndarray]]:
-    parts = [(stored.inside(shard.index), _copy(shard)) for shard in shards]
+    parts = [(stored.inside(shard.index), copy_shard(shard)) for shard in shards]
     inside = [(index, without_padding(block, index)) for index, block in parts]
     return [(index, data) for index, data in inside if data.size]
 
 
-def _copy(shard: Any) -> np.ndarray:
+def copy_shard(shard: Any) -> np.ndarray:
+    """Return a device's part of an array in memory of its own."""
     block = np.asarray(shard.data)
     if shard.device.platform == "cpu" or "host" in str(shard.data.sharding.memory_kind):
         block = block.copy()  # else a view of what the next step overwrites, since it is donated

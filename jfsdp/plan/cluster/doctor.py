@@ -88,7 +88,7 @@ def inspect_machine() -> Machine:
         versions={name: installed_version(name) for name in SHOWN},
         env=os.environ,
         num_gpus=max(num_gpus, 1) if has_nvidia_driver() else 0,
-        has_infiniband=_has_infiniband(),
+        has_infiniband=has_infiniband(),
         locked_bytes=None if locked_bytes == resource.RLIM_INFINITY else locked_bytes,
         shm_bytes=shutil.disk_usage("/dev/shm").total if Path("/dev/shm").is_dir() else None,
         probe=probe_jax(os.environ, timeout_s=120),
@@ -273,7 +273,8 @@ def _cudnn_needed() -> str:
     return "9.8"
 
 
-def _has_infiniband() -> bool:
+def has_infiniband() -> bool:
+    """Tell whether Linux knows an InfiniBand adapter of this machine."""
     return any(Path("/sys/class/infiniband").glob("*"))
 
 

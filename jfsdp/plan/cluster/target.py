@@ -26,7 +26,7 @@ _CUDNN_VERSION = (9, 10)
 
 # Fields of the target config that older XLAs do not know, with the first jaxlib that does. Seen: 0.10.2 refuses them
 # and 0.12.0 takes them; of 0.11, which lies between, nothing was tried, so there it is the parser that decides.
-_FIELDS_SINCE = {"collective_memory_granularity: 2097152": (0, 11)}
+FIELDS_SINCE = {"collective_memory_granularity: 2097152": (0, 11)}
 
 
 class PlanUnavailable(ValueError):
@@ -84,7 +84,7 @@ def render_target_config(gpu: Gpu, jaxlib_version: tuple[int, ...] | None = None
         "registers_per_core_limit: 65536",
         "registers_per_block_limit: 65536",
         *links,
-        *(field for field, since in _FIELDS_SINCE.items() if version >= since),
+        *(field for field, since in FIELDS_SINCE.items() if version >= since),
     ]
     body = "\n".join(f"  {line}" for line in device)
     (cuda, cuda_minor), (dnn, dnn_minor) = _RUNTIME_VERSION, _CUDNN_VERSION

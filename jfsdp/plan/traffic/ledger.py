@@ -27,6 +27,7 @@ from jfsdp.plan.traffic.attribution import Attribution, Part, group_axes, is_own
 from jfsdp.train.step.step import Trace
 
 OWN = "the model's own"
+_SHOWN = ("kind", "name", "dtype", "group_size", "count", "total_bytes", "op_name", "source")
 WHATS = ("parameters", "gradients", "replicated", "padding", "scalars", OWN)
 
 
@@ -120,17 +121,12 @@ class Ledger:
             "own_ratio": own if own is not None and math.isfinite(own) else None,
             "unknown_bytes": self.unknown_bytes,
             "rows": [dataclasses.asdict(row) for row in self.rows],
-            "unknown": [_describe(item) for item in self.unknown],
+            "unknown": [{name: getattr(item, name) for name in _SHOWN} for item in self.unknown],
         }
 
 
 def _ratio(sent: float, theory: float) -> float:
     return sent / theory if theory else math.inf if sent else 1.0
-
-
-def _describe(item: Collective) -> dict[str, Any]:
-    names = ("kind", "name", "dtype", "group_size", "count", "total_bytes", "op_name", "source")
-    return {name: getattr(item, name) for name in names}
 
 
 def make_ledger(

@@ -221,7 +221,7 @@ def survey_examples(documents: Documents) -> tuple[np.ndarray, Survey]:
     return kept, survey
 
 
-_MOST_SECONDS = 20.0
+MOST_SECONDS = 20.0
 
 
 def _check_time(read: Callable[[], object], place: str) -> None:
@@ -233,9 +233,9 @@ def _check_time(read: Callable[[], object], place: str) -> None:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(_MOST_SECONDS)
+    thread.join(MOST_SECONDS)
     if thread.is_alive():
         raise ValueError(
-            f"{place}: took over {_MOST_SECONDS:.0f} s to render and tokenize; its chat template may loop for ever: "
+            f"{place}: took over {MOST_SECONDS:.0f} s to render and tokenize; its chat template may loop for ever: "
             "repair it, or give another by --chat-template"
         )

@@ -42,7 +42,7 @@ class StopSignal:
         if self.name is None:
             self.name, self._since = signal.Signals(number).name, time.monotonic()
             if number == signal.SIGHUP:
-                _leave_terminal()
+                leave_terminal()
         elif time.monotonic() - self._since > _SAME_S:
             self._restore()
             signal.raise_signal(number)
@@ -68,7 +68,7 @@ class StopSignal:
         return is_asked
 
 
-def _leave_terminal() -> None:
+def leave_terminal() -> None:
     """Write to no terminal any more: where it is gone, a line would end the run before it has saved."""
     for stream in (1, 2):
         if stat.S_ISCHR(os.fstat(stream).st_mode):

@@ -13,7 +13,7 @@ from jfsdp.trainer.run.stop import SIGNALS, StopSignal
 
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_is_remembered_and_the_old_handler_comes_back(number, monkeypatch):
-    monkeypatch.setattr("jfsdp.trainer.run.stop._leave_terminal", lambda: None)
+    monkeypatch.setattr("jfsdp.trainer.run.stop.leave_terminal", lambda: None)
     before = signal.signal(number, signal.default_int_handler)  # under nohup SIGHUP is ignored
     try:
         with StopSignal() as stop:
