@@ -195,7 +195,7 @@ def test_a_linen_stack_with_logical_names_and_rules_trains_as_on_one_device():
             (nn.with_logical_partitioning, {"program": "manual", "storage": "flat"}),
         ]
     ),
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_a_linen_model_with_names_runs_under_every_engine_with_rules_and_without(partition, options):
     source = (LinenNet(partition), (X,))

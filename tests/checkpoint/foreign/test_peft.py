@@ -121,7 +121,10 @@ def assert_same(found, wanted):
         assert (found[name].dtype, found[name].tobytes()) == (value.dtype, value.tobytes()), name
 
 
-@pytest.mark.parametrize(("name", "form"), {*((name, "dora") for name in MODELS), *(("llama", form) for form in FORMS)})
+FORMS_OF_MODELS = dict.fromkeys([*((name, "dora") for name in MODELS), *(("llama", form) for form in FORMS)])
+
+
+@pytest.mark.parametrize(("name", "form"), list(FORMS_OF_MODELS))
 def test_what_is_written_is_read_as_it_was(name, form, tmp_path):
     given = Adapted(name, **FORMS[form])
     adapter = open_peft(given.write(tmp_path / "adapter", base="some/base"))
