@@ -71,7 +71,7 @@ def _copy_parts(stored: Stored, shards: Sequence[Any]) -> list[tuple[Index, np.n
 
 
 def copy_shard(shard: Any) -> np.ndarray:
-    """Return a device's part of an array in memory of its own."""
+    """Return a copy of a device's part of an array, in the memory of the host."""
     block = np.asarray(shard.data)
     if shard.device.platform == "cpu" or "host" in str(shard.data.sharding.memory_kind):
         block = block.copy()  # else a view of what the next step overwrites, since it is donated

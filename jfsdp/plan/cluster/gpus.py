@@ -118,7 +118,7 @@ def find_gpu(name: str) -> Gpu:
 
     Args:
       name: one of gpus.toml, or FILE.toml with the fields of a `Gpu`; `like = "h100"` takes those that it leaves out
-        from a known one. Its name is that of the file.
+        from a known one. The name of the file, without `.toml`, becomes its name.
 
     Raises:
       ValueError: if there is none, listing those there are, the closest first; if the file cannot be read as a GPU.
