@@ -44,7 +44,7 @@ class PlanJob(StepOptions):
     reserve: Real = option(RESERVE_BYTES / GIB, "cluster", least=0)
     """GiB of a GPU that the step must leave to others: CUDA, NCCL, the allocator."""
     documents_per_row: Count = option(1, "cluster", least=1)
-    """How many documents of equal length a packed row is taken to hold: for seconds alone. 1: the most attention."""
+    """How many documents of equal length a row of tokens is taken to hold: for seconds alone. 1: the most attention."""
     inference: bool = option(False, "cluster")
     """Plan `jfsdp generate` in place of training: weights and cache for --batch-per-device rows of --seq-len tokens."""
     dump_hlo: File = option(None, "output")

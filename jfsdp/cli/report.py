@@ -58,7 +58,7 @@ def print_plan(plan: Plan) -> None:
     options = " ".join(f"{name}={value}" for name, value in plan.compiled.options.items())
     console.print(f"\nXLA: {options or 'defaults'}")
     num = plan.work.documents_per_row
-    rows = f", for packed rows of {num} document{'s' * (num > 1)} each" if item == "token" else ""
+    rows = f", for rows of {num} document{'s' * (num > 1)} each" if item == "token" else ""
     console.print(
         f"compiled in {plan.compiled.compile_s:.1f} s; bytes are XLA's, seconds an estimate{rows} (docs/plan.md)"
     )

@@ -129,7 +129,7 @@ def plan_job(
     """Plan what `scripts/train.py` would run with these options on a cluster. Allocates nothing on any device.
 
     Args:
-      documents_per_row: what the clock takes a packed row to hold; see `Work`.
+      documents_per_row: how many the clock takes a row of tokens to hold; see `Work`.
 
     Raises:
       PlanUnavailable: without a compiler for this GPU.

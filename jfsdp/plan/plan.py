@@ -54,7 +54,7 @@ class Work:
         frozen weights; None if unknown. Attention counts all keys of a row.
       causal_flops: the same, but attention counts the keys that a token sees: half of its document's.
       dtype: in which it computes, for the peak of the hardware.
-      documents_per_row: how many documents of equal length a packed row is taken to hold; 1 is the most work.
+      documents_per_row: how many documents of equal length a row of tokens is taken to hold; 1 is the most work.
       attention: what the model says of its kernel, in words.
       vocab_size: of a language model; None: no buffer is known to be of logits, and no embedding to be the head too.
     """

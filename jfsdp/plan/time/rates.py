@@ -32,7 +32,7 @@ class Rates:
     A matmul runs at `hardware.matmul_rate` or as fast as its operands pass through memory, attention at an assumed part
     of the peak; of both, `sustained` is left under load, and less on the slowest of many GPUs. Everything else runs at
     an assumed part of the memory's bandwidth. Under a collective, matmuls and attention take `overlap_slowdown` times
-    as long (30 to 40 % were measured for matmuls; for attention assumed). A packed row is taken to hold
+    as long (30 to 40 % were measured for matmuls; for attention assumed). A row of tokens is taken to hold
     `documents_per_row` documents of equal length.
 
     Attributes:

@@ -43,7 +43,7 @@ class Matmul:
 class Work:
     """What an instruction does, once.
 
-    `num_flops` counts what is computed: of causal attention one half. `packed_share` is that part of the scores, where
+    `num_flops` counts what is computed: of causal attention one half. `attended_share` is that part of the scores where
     the kernel is told of documents in a row, which is then counted as one document: `with_documents` says otherwise.
     `num_bytes` is read plus written; what a fusion keeps to itself, and the rest of an array of which it takes or
     replaces a slice, does not count.
@@ -55,13 +55,13 @@ class Work:
     matmuls: tuple[Matmul, ...] = ()
     is_backward: bool = False
     dtype: str = ""
-    packed_share: float | None = None
+    attended_share: float | None = None
 
     def with_documents(self, num: int) -> Work:
-        """Return the work where every packed row holds so many documents of equal length."""
-        if self.packed_share is None:
+        """Return the work where every row holds so many documents of equal length."""
+        if self.attended_share is None:
             return self
-        return dataclasses.replace(self, num_flops=self.num_flops * min(1.0, 0.5 / num / self.packed_share))
+        return dataclasses.replace(self, num_flops=self.num_flops * min(1.0, 0.5 / num / self.attended_share))
 
 
 NOTHING = Work(Kind.NONE)
@@ -195,10 +195,10 @@ def _attention(module: Module, computation: Computation, instruction: Instructio
     is_backward = "Backward" in instruction.attributes.partition("custom_call_target=")[2][:60]
     num = 5 if is_backward else 2
     share = _unmasked(instruction.attributes, scores)
-    is_packed = re.search(r'"mask_type":\s*"PADDING_CAUSAL', instruction.attributes)
+    has_documents = re.search(r'"mask_type":\s*"PADDING_CAUSAL', instruction.attributes)
     return Work(
         Kind.ATTENTION,
-        packed_share=share if is_packed else None,
+        attended_share=share if has_documents else None,
         num_flops=num * 2 * math.prod(scores) * query.dims[-1] * share,
         num_bytes=_touched(module, computation, instruction),
         is_backward=is_backward,

@@ -15,9 +15,9 @@ from jfsdp.trainer.data.examples import Example, Examples
 from jfsdp.trainer.data.tokenizer import Tokenizer
 
 # [Note: pairs] A document d0 d1 .. dn becomes inputs [eod d0 d1 .. dn] and targets [d0 d1 .. dn eod]: shifted before it
-# is packed, it can be cut anywhere and every target is still the true next token of the same document. Every token is a
-# target exactly once, and the first one is predicted from the separator, as at generation. Laid end to end the inputs
-# are the stream "eod document eod document ..", and each target is the next input: the same pairs serve
+# is put into rows, it can be cut anywhere and every target is still the true next token of the same document. Every
+# token is a target exactly once, and the first one is predicted from the separator, as at generation. Laid end to end
+# the inputs are the stream "eod document eod document ..", and each target is the next input: the same pairs serve
 # cross_documents. Column 2 is 1 where a document, or a piece of a file that was cut, begins; column 3 is 1 where the
 # target is trained: of conversations and the like the answers' tokens alone.
 INPUT, TARGET, START, TRAINED = COLUMNS = range(4)

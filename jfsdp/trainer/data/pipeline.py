@@ -40,7 +40,7 @@ def make_train_iterator(
     shuffled again.
 
     Memory: the batches read ahead; of each lane read, one document and its part of `shuffle_rows` rows as pairs, 16
-      bytes per token, and of records the `OPEN_ROWS` that are being packed.
+      bytes per token, and of records the `OPEN_ROWS` that are being filled.
 
     Args:
       data: from `open_data`.
@@ -243,15 +243,15 @@ def _shuffle_rows(rows: Any, config: DataConfig, lane: int, num_lanes: int) -> A
     return experimental().WindowShuffleIterDataset(rows, window_size=window, seed=seed)
 
 
-def _to_batch(packed: Batch, *, cross_documents: bool, rows: slice = slice(None)) -> Batch:
+def _to_batch(given: Batch, *, cross_documents: bool, rows: slice = slice(None)) -> Batch:
     """Split pairs [B T 4], or [B 2 T 4] of choices, into the arrays of [Note: batches of tokens]."""
-    pairs = packed["pairs"][rows]
-    if "index" in packed:
+    pairs = given["pairs"][rows]
+    if "index" in given:
         is_real = pairs[..., START] != PADDING
-        arrays = {"tokens": pairs[..., INPUT], "targets": pairs[..., TARGET], "index": packed["index"][rows]}
+        arrays = {"tokens": pairs[..., INPUT], "targets": pairs[..., TARGET], "index": given["index"][rows]}
         arrays["weights"] = (is_real * pairs[..., TRAINED]).astype(np.float32)
         return {name: np.ascontiguousarray(array) for name, array in arrays.items()}
-    is_real = (packed["pairs_segment_ids"][rows] > 0) & (pairs[:, :, START] != PADDING)
+    is_real = (given["pairs_segment_ids"][rows] > 0) & (pairs[:, :, START] != PADDING)
     is_start = np.zeros_like(is_real) if cross_documents else pairs[:, :, START] > 0
     is_start[:, 0] = True
     column = np.arange(pairs.shape[1], dtype=np.int32)
