@@ -60,6 +60,7 @@ def test_a_file_describes_a_gpu_by_a_known_one(tmp_path):
     ("text", "facts"),
     [
         ('like = "b200"\nmemory_gb = 288', ("memory_gb", "memory_bytes")),
+        ('like = "b200"\nclock_ghz = -1', ("clock_ghz", "-1", "docs/plan.md")),
         ('like = "b200"\nmemory_bandwidth = 0', ("memory_bandwidth", "0")),
         ('like = "b200"\npeak = {bfloat16 = "fast"}', ("peak", "fast")),
         ('like = "b2000"', ("b2000", "b200")),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from jfsdp.arguments import Count, Share, Size, checked
+from jfsdp.arguments import Amount, Count, Share, Size, checked
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _Rate = Annotated[float, 1]
@@ -40,7 +40,7 @@ class Gpu:
     shared_memory_per_core: Count
     shared_memory_per_block: Count
     l2_bytes: Count
-    clock_ghz: float
+    clock_ghz: Amount
     memory_bytes: Count
     memory_bandwidth: _Rate
     peak: tuple[tuple[str, _Rate], ...]
@@ -127,6 +127,7 @@ def find_gpu(name: str) -> Gpu:
     if not name.endswith(".toml"):
         return _find(name, known)
     try:
-        return _make(Path(name).stem, tomllib.loads(Path(name).read_text(encoding="utf-8")), known)
+        path = Path(name).expanduser()
+        return _make(path.stem, tomllib.loads(path.read_text(encoding="utf-8")), known)
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{name} describes no GPU: {error}") from None
+        raise ValueError(f"{name} describes no GPU: {error}; docs/plan.md has an example") from None

@@ -144,9 +144,9 @@ def open_corpus(data: str, *, text_field: str | None = None, max_document_bytes:
     What a file holds is known by its name: `*.jsonl` and `*.ndjson` one JSON object per line, `*.bin` raw little-endian
     token ids, anything else UTF-8 text. A file with a NUL byte or invalid UTF-8 is skipped and counted. A text or token
     file longer than `max_document_bytes` is cut into pieces (text after a newline where there is one), each shuffled,
-    split and put into rows by itself; the transition over a cut of a text file is not trained on. Lines
-    of JSONL are never cut; beyond the first of each file they are checked when read, and a lone surrogate becomes "?".
-    What a record is, is seen by its fields (`FORMS`), and is the same in all files of a corpus.
+    split and put into rows separately; the transition over a cut of a text file is the only one that is not trained
+    on. Lines of JSONL are never cut; beyond the first of each file they are checked when read, and a lone surrogate
+    becomes "?". What a record is, is seen by its fields (`FORMS`), and is the same in all files of a corpus.
 
     Cost: reads every text and JSONL file once, whole, to check and to hash it; of a token file its ends only.
     Memory: see `Corpus`; a JSONL line is held whole, up to `MAX_LINE_BYTES`.

@@ -188,7 +188,7 @@ class Loop:
     def _check_finite(self, metrics: Metrics, step: int) -> None:
         """End a run that has diverged: it trains in vain, and may not push good states out of those that are kept."""
         if self.config.skip_nonfinite or self.step.loss_scale is not None:
-            return  # such a step leaves the state as it was
+            return  # such a step leaves the state unchanged
         values = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
         if not all(map(math.isfinite, values.values())):
             raise ValueError(
