@@ -1,5 +1,7 @@
-"""Python examples in the README and the docs run, those of a page one after another; links lead somewhere; the site has
-every page and every public name. None of it needs what `make docs` installs."""
+"""Links of the README and the docs lead somewhere; the site has every page and every public name.
+
+None of it needs what `make docs` installs.
+"""
 
 import collections
 import inspect
@@ -11,18 +13,7 @@ import pytest
 import jfsdp
 import jfsdp.plan
 import jfsdp.testing
-
-ROOT = pathlib.Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLES = {page.name: re.findall(r"```python\n(.*?)```", page.read_text(), re.S) for page in PAGES}
-
-
-@pytest.mark.parametrize("page", [page for page in EXAMPLES if EXAMPLES[page]])
-def test_examples_run_in_their_order(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names = {"__name__": "example"}
-    for number, code in enumerate(EXAMPLES[page]):
-        exec(compile(code, f"{page} example {number}", "exec"), names)
+from tests.docs.pages import PAGES, ROOT
 
 
 def prose(page: pathlib.Path) -> str:

@@ -1,0 +1,20 @@
+"""The README and the pages of docs/, and the Python examples in them, in groups that different workers run."""
+
+import pathlib
+import re
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+EXAMPLES = {page.name: found for page in PAGES if (found := re.findall(r"```python\n(.*?)```", page.read_text(), re.S))}
+
+# Pages of a group have models in common.
+STEPS = ["training.md", "memory.md", "strategies.md", "programs.md"]
+MODELS = ["models.md", "fine-tune.md", "adapters.md"]
+OTHERS = [page for page in EXAMPLES if page not in STEPS + MODELS]
+
+
+def run(page: str) -> None:
+    """Run the examples of a page one after another, in one namespace."""
+    names = {"__name__": "example"}
+    for number, code in enumerate(EXAMPLES[page]):
+        exec(compile(code, f"{page} example {number}", "exec"), names)

@@ -1,0 +1,10 @@
+"""The Python examples of pages about steps run."""
+
+import pytest
+
+from tests.docs import pages
+
+
+@pytest.mark.parametrize("page", pages.STEPS)
+def test_examples_run_in_their_order(page, workdir):
+    pages.run(page)
