@@ -67,6 +67,7 @@ GATHERED = (("reshard_after_backward", False),)
 ONCE = (("sync", "last"),)
 
 
+@pytest.mark.proof  # of groups it is tested below
 def test_every_microbatch_gathers_and_scatters():
     found, layout = wire()
     total, root = counts(layout)

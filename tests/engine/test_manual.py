@@ -12,9 +12,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.trainer.job import find_job
 from tests import hlo
-from tests.engine.test_wire import compiled, compiled_wire
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.refusals import refuses, refusing, warning
 from tests.steps import fully_shard
@@ -22,7 +20,6 @@ from tests.thin import thin
 
 TX = optax.sgd(0.1)
 PREFETCH = jfsdp.Prefetch
-ROOT, LAYER = 1_050_677_248, (8_030_261_248 - 1_050_677_248) // 32  # parameters of Llama-3-8B
 
 
 class Chain(nnx.Module):
@@ -353,22 +350,3 @@ def test_gradients_are_summed_in_reduce_dtype():
     np.testing.assert_array_equal(narrow[path], exact[path])
     assert np.abs(wide[path] - narrow[path]).max() > 0
     assert np.abs(wide[path] - narrow[path]).max() < 0.02 * np.abs(wide[path]).max()
-
-
-def test_llama_on_64_moves_what_theory_says_in_one_collective_per_unit_and_direction():
-    found, wire = compiled_wire(program="manual", num_layers=6, seq_len=1024)
-    total = ROOT + 6 * LAYER
-    share = 63 / 64
-    assert wire["all-gather", "bf16"] == pytest.approx(2 * (2 * total - ROOT) * share, rel=1e-6)
-    assert wire["reduce-scatter", "bf16"] == pytest.approx(2 * total * share, rel=1e-6)
-    assert sum(size for (kind, _), size in wire.items() if kind == "all-reduce") < 100
-    layout = fully_shard(
-        find_job("llama-8b").with_config(num_layers=6).model,
-        mesh=jfsdp.make_abstract_mesh({"fsdp": 64}),
-        units=find_job("llama-8b").units,
-        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
-    ).layout
-    program = compiled(program="manual", num_layers=6, seq_len=1024)
-    assert not jfsdp.plan.audit(program, layout, min_overlap=0.99).findings
-    sizes = [(one.count, sum(one.wire_by_dtype.values())) for one in found if one.kind == "all-gather"]
-    assert sum(count for count, size in sizes if size == 2 * LAYER * share) == 12, "six layers, each twice"
