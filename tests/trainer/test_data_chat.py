@@ -147,6 +147,9 @@ def test_choices_are_two_rows_with_one_prompt(tmp_path):
         assert batch["weights"][row, side].astype(bool).tolist() == trained[1:] + [False] * (256 - size)
     assert batch["index"][:3].tolist() == [0, 1, 2]
     assert not batch["weights"][3].any()
+    data = open_data(dataclasses.replace(data.config, data=f"{data.config.data}:1,{data.config.data}:1"))
+    batch = next(iter(make_pass_iterator(data, data.train, batch_size=6, prefetch_batches=0)))
+    assert batch["index"].tolist() == list(range(6)), "those of all sources are counted together"
 
 
 CONVERSATIONS = st.lists(
@@ -194,6 +197,17 @@ def test_what_is_cut_and_left_out_is_said(tmp_path):
         assert said in data.found
     trained = sum(int(data.train[i][:, TRAINED].sum()) for i in range(2))
     assert f"{trained} of" in data.found
+
+
+def test_the_rest_of_a_text_that_was_cut_is_a_segment_of_its_own(tmp_path):
+    tokenizer = save_tokenizer(tmp_path / "tokenizer")
+    chats = write_jsonl(tmp_path / "a.jsonl", [chat("a", "b")])
+    texts = write_jsonl(tmp_path / "b.jsonl", [{"text": "x" * 80}])
+    data = open_data(DataConfig(f"{chats}:1,{texts}:1", tokenizer=tokenizer, seq_len=64, eval_fraction=0))
+    (batch,) = make_pass_iterator(data, data.train, batch_size=2, prefetch_batches=0)
+    answer, text = (len(data.train[i]) for i in range(2))
+    sizes = [np.bincount(row)[1:].tolist() for row in batch["segment_ids"]]
+    assert sizes == [[answer, text - 64], [64]]
 
 
 def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tmp_path):

@@ -220,6 +220,13 @@ def test_split_is_a_partition_of_the_asked_size_that_the_order_seed_does_not_mov
     refuses(lambda: open_data(one), "none to train on", "0")
 
 
+def test_records_are_held_out_from_all_over_a_file(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n' * 200)
+    (held_out,) = open_data(DataConfig(str(tmp_path), eval_fraction=0.1)).eval.parts
+    numbers = [held_out.number(index) for index in range(len(held_out))]
+    assert numbers[0] < 50 and numbers[-1] >= 150 and len(set(numbers)) == 20
+
+
 def test_a_line_without_end_is_refused_by_its_place(tmp_path, monkeypatch):
     monkeypatch.setattr(corpus, "MAX_LINE_BYTES", 100)
     line = json.dumps({"text": "x" * 80}) + "\n"

@@ -105,6 +105,19 @@ def test_rows_of_a_window_are_the_same_rows_in_another_order(uneven_documents):
         assert sorted(in_order[start : start + 8]) == sorted(shuffled[start : start + 8])
 
 
+def test_rows_are_shuffled_otherwise_in_each_lane_and_with_each_seed(one_row_documents, monkeypatch):
+    monkeypatch.setattr(lanes, "DOCUMENTS_PER_LANE", 1)
+    num_rows = NUM_DOCUMENTS // 2  # of each of two lanes
+
+    def rows(seed, shuffle_rows):
+        data = open_data(_config(one_row_documents, seq_len=8, eval_fraction=0, seed=seed, shuffle_rows=shuffle_rows))
+        batches = _take(make_train_iterator(data, batch_size=2), num_rows)
+        return [[batch["tokens"][lane].tobytes() for batch in batches] for lane in range(2)]
+
+    pairs = [pair for seed in (0, 9) for pair in zip(rows(seed, 0), rows(seed, NUM_DOCUMENTS), strict=True)]
+    assert len({tuple(map(in_order.index, shuffled)) for in_order, shuffled in pairs}) == 4
+
+
 @pytest.mark.parametrize(
     ("prefetch", "num_consumed", "shuffle_rows"), [(0, 7, 24), (2, 0, 0), (2, 60, 150), (0, 1, 150), (2, 7, 0)]
 )
@@ -161,6 +174,8 @@ def check_restoring(uneven_documents, seq_len, batch_size, num_consumed, cross):
         ("eval_fraction", {"eval_fraction": 0.5}, {}),
         ("cross_documents", {"cross_documents": True}, {}),
         ("max_document_bytes", {"max_document_bytes": 100}, {}),
+        ("shuffle_rows", {"shuffle_rows": 8}, {}),
+        ("documents_per_row", {"documents_per_row": 4}, {}),
         ("global_batch", {}, {"batch_size": 3}),
         ("global_batch", {}, {"process_count": 3}),
     ],
@@ -171,7 +186,7 @@ def test_state_of_another_stream_raises_naming_what_differs(uneven_documents, na
     other_config = _config(uneven_documents, **{"seq_len": 64} | config)
     other = make_train_iterator(open_data(other_config), **shared | options)
     with refusing(f"{name} was ", ", is "):
-        other.set_state(state)
+        other.set_state(other.get_state(), state)  # of two processes
 
 
 def test_state_of_other_data_or_of_the_other_split_raises(one_row_documents, uneven_documents):
