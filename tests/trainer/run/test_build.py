@@ -81,8 +81,8 @@ def test_a_prolonged_run_keeps_the_schedule_that_it_began_with():
 
 
 def test_the_schedule_rises_to_the_peak_and_falls_to_the_floor():
-    schedule = make_schedule(1.0, 4, 20, 0.1)
-    assert [round(float(schedule(n)), 6) for n in (0, 1, 4, 20, 99)] == [0.2, 0.4, 1.0, 0.1, 0.1]
+    schedule = make_schedule(2.0, 4, 20, 0.1)
+    assert [round(float(schedule(n)), 6) for n in (0, 1, 4, 20, 99)] == [0.4, 0.8, 2.0, 0.2, 0.2]
 
 
 def test_a_false_field_of_the_model_is_false_and_a_row_without_tokens_is_one_item():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import jfsdp
 from examples import vit
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.config import TrainConfig
@@ -51,11 +53,17 @@ def _batches():
 
 def test_evaluation_is_the_mean_over_tokens_and_not_over_batches(sharded):
     job, model, state = sharded
-    loss_fn, plain = job.eval_loss or job.loss, make_plain(job)
+    plain = make_plain(job)
+
+    def loss_fn(model: Any, batch: Any) -> Any:
+        found = (job.eval_loss or job.loss)(model, batch)
+        return jfsdp.Loss(found.total, found.weight, {**found.aux, "most": jfsdp.Max(batch["tokens"].max())})
+
     loss, weight, aux = make_evaluator(model, loss_fn, _batches)(state)
     sums = [loss_fn(plain, batch) for batch in _batches()]
     assert weight == sum(float(s.weight) for s in sums)
     assert loss == pytest.approx(sum(float(s.total) for s in sums) / weight, rel=1e-5)
+    assert aux.pop("most") == max(batch["tokens"].max() for batch in _batches())
     assert aux == {"correct": pytest.approx(sum(float(s.aux["correct"]) for s in sums) / weight)}
     means = [float(s.total / s.weight) for s in sums[:2]]
     assert abs(np.mean(means) - loss) > 1e-3, "the test must tell the two means apart"

@@ -26,7 +26,7 @@ class Records:
     """Stands for every part of a loop that is told something, and notes it."""
 
     def __init__(self, checkpoint_every=0):
-        self.lines, self.saved, self.evaluated, self.taken = [], [], [], []
+        self.lines, self.saved, self.evaluated, self.taken, self.metrics = [], [], [], [], []
         self.checkpoint_every = checkpoint_every
 
     def write(self, record):
@@ -37,6 +37,7 @@ class Records:
 
     def save(self, step, state, extra, *, config, metrics):
         self.saved.append((step, state, extra))
+        self.metrics.append(metrics)
         return 0.5
 
     def num_bytes(self):
@@ -51,6 +52,7 @@ def run_loop(
     first=0,
     stop_after=None,
     loss_of=jnp.float32,
+    skipped_by=lambda step: 0,
     batches=None,
     records=None,
     checkpoint_every=0,
@@ -73,7 +75,8 @@ def run_loop(
             if batch == stop_after:
                 stop.name = "SIGTERM"
             names = ("loss", "grad_norm", "num_skipped", "weight", "correct")
-            return State(state.step + 1), {name: loss_of(batch) for name in names} | {"num_skipped": jnp.float32(0)}
+            metrics = {name: loss_of(batch) for name in names}
+            return State(state.step + 1), metrics | {"num_skipped": jnp.float32(skipped_by(batch))}
 
     def evaluate(state):
         records.evaluated.append(state)
@@ -169,6 +172,16 @@ def test_a_line_tells_of_its_own_step():
     assert records.lines[0]["step_s"] is None, "the step that compiles has no rate"
     assert records.lines[1]["step_s"] is not None
     assert records.lines[0]["correct"] == 1, "what the loss returns as aux is kept"
+
+
+def test_a_skipped_step_does_not_move_the_rate():
+    records, *_ = run_loop(steps=3, log_every=1, skip_nonfinite=True, skipped_by=lambda step: step // 2)
+    assert [line["learning_rate"] for line in records.lines] == [0.0, 0.0, 0.01]
+
+
+def test_beside_a_save_are_the_metrics_of_its_own_step():
+    records, *_ = run_loop(steps=5, log_every=2, checkpoint_every=1)
+    assert [metrics.get("loss") for metrics in records.metrics] == [None, 2.0, None, 4.0, 5.0]
 
 
 def test_an_error_of_the_profiler_does_not_replace_what_ended_the_run(monkeypatch):
