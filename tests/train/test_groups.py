@@ -105,6 +105,12 @@ def test_an_optimizer_that_groups_split_further_gets_its_shards_at_the_end(param
     assert deferred_axes(layout, accumulate=1, once=False) == ("replica",)
 
 
+def test_one_microbatch_shares_its_reduction_with_no_other():
+    """Its gradients are reduced unit by unit, and none is held whole to the end."""
+    layout = make_layout("zero1", fsdp=4)
+    assert [spec_of(layout, accumulate=num).deferred for num in (1, 2)] == [(), ("fsdp",)]
+
+
 def test_the_list_of_movements_knows_units_that_are_called_again():
     layout = make_layout("full_shard", replica=2, fsdp=2)
 
