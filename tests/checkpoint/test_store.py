@@ -19,6 +19,8 @@ import pytest
 from flax import nnx
 
 import jfsdp
+from jfsdp.checkpoint.disk import writer
+from jfsdp.checkpoint.disk.commit import commit
 from jfsdp.checkpoint.disk.digest import hash_files, list_files, write_digests
 from jfsdp.checkpoint.disk.files import MANIFEST, read_manifest
 from jfsdp.train.state import TrainState
@@ -152,6 +154,16 @@ def test_nothing_saved_is_ever_overwritten(saved, tmp_path):
     with pytest.raises(ValueError, match="exists already"):
         jfsdp.checkpoint.save(tmp_path / "file", saved_state("one"))
     assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_what_somebody_makes_meanwhile_is_not_overwritten(tmp_path, monkeypatch):
+    def commit_late(partial: Path, path: Path, documents: Any) -> None:
+        path.mkdir()
+        commit(partial, path, documents)
+
+    monkeypatch.setattr(writer, "commit", commit_late)
+    refuses(lambda: jfsdp.checkpoint.save(tmp_path / "c", saved_state("one")), "/c", "meanwhile")
+    assert [*tmp_path.rglob("*")] == [tmp_path / "c"]
 
 
 @pytest.mark.parametrize("kind", ["missing", "empty", "file", "run directory"])
