@@ -216,7 +216,7 @@ def metrics_of(model, batch):
     squares = (z**2).sum(-1)
     aux = {
         "sum": squares.sum(),
-        "largest": jfsdp.Max(jnp.abs(z).max()),
+        "largest": jfsdp.Max((-jnp.abs(z)).max()),  # below 0
         "mean": jfsdp.Mean(z.sum(), z.size),
         "rare": jfsdp.Mean((squares * (batch["w"] > 0.9)).sum(), (batch["w"] > 0.9).sum()),
         "never": jfsdp.Mean(0.0, (batch["w"] > 2).sum()),

@@ -1,5 +1,7 @@
 """Float16: the scale of the loss moves as it should, and training equals float32 but for rounding."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,12 +40,14 @@ def train(model, num=4, **step_options):
 
 
 def test_the_scale_grows_after_an_interval_and_shrinks_at_an_overflow():
-    scale = LossScale(initial=4.0, interval=2, minimum=1.0)
-    state, seen = scale.init(), []
-    for finite in (True, True, True, False, False, False, True, True):
-        state = scale.update(state, jnp.asarray(finite))
-        seen.append(float(state["scale"]))
-    assert seen == [4.0, 8.0, 8.0, 4.0, 2.0, 1.0, 1.0, 2.0]
+    def scales(interval, *finite):
+        scale = LossScale(initial=4.0, interval=interval, minimum=1.0)
+        states = itertools.accumulate(map(jnp.asarray, finite), scale.update, initial=scale.init())
+        return [float(state["scale"]) for state in states][1:]
+
+    found = scales(2, True, True, True, False, False, False, True, True)
+    assert found == [4.0, 8.0, 8.0, 4.0, 2.0, 1.0, 1.0, 2.0]
+    assert scales(3, True, False, True, True, True) == [4.0, 2.0, 2.0, 2.0, 4.0], "of finite steps in a row"
 
 
 def test_the_scale_never_becomes_infinite():

@@ -90,18 +90,19 @@ def test_moments_in_bfloat16_are_those_of_one_device(num_devices):
         assert np.abs(found - wanted).max() <= 2**-7 * np.abs(wanted).max(), name
 
 
-def test_the_same_step_rounds_alike_and_another_seed_or_step_does_not():
-    params = {"w": jax.random.normal(jax.random.key(0), (4096,))}
+def test_the_same_step_rounds_alike_and_another_seed_step_or_leaf_does_not():
+    params = dict.fromkeys("vw", jax.random.normal(jax.random.key(0), (4096,)))
     grads = jax.tree.map(lambda x: x * 0.3, params)
 
-    def mu(seed: int, steps: int = 1) -> bytes:
+    def mu(seed: int, steps: int = 1, leaf: str = "w") -> bytes:
         tx = jfsdp.optim.low_precision_state(optax.trace(0.0), seed=seed)
         state: Any = tx.init(params)
         for _ in range(steps):
             state = tx.update(grads, state, params)[1]
-        return np.asarray(state.inner.trace["w"]).tobytes()
+        return np.asarray(state.inner.trace[leaf]).tobytes()
 
     assert mu(0) == mu(0) != mu(1)
+    assert mu(0) != mu(0, leaf="v")
     assert mu(0) != mu(0, steps=2)  # without decay the value is the same, the rounding is not
 
 

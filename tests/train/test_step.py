@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 import jfsdp
 from jfsdp.train.step.loss import as_loss
+from jfsdp.train.update.update import clip_by_norm
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.refusals import refuses, refusing
 from tests.steps import fully_shard
@@ -65,24 +66,29 @@ def test_clipping_scales_the_update_and_reports_the_norm_before_it(model):
     assert float(metrics["grad_norm"]) > 0.25
     moved = np.sqrt(sum(np.sum((np.asarray(x) - before[name]) ** 2) for name, x in after.params.items()))
     np.testing.assert_allclose(moved, 0.25, rtol=1e-5)
+    small = {"weight": jnp.ones(2)}
+    np.testing.assert_array_equal(clip_by_norm(small, jnp.float32(0.1), 0.25)["weight"], small["weight"])
 
 
 def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(model):
     def poisoned(model, batch):
         loss = token_loss(model, batch)
-        return loss._replace(total=loss.total * batch["poison"].max())
+        return loss._replace(total=loss.total * batch["poison"].max() + batch["added"].sum())
 
     step = model.train_step(poisoned, TX, skip_nonfinite=True)
-    good = make_batches(1)[0] | {"poison": np.ones((16,), np.float32)}
+    good = make_batches(1)[0] | {"poison": np.ones((16,), np.float32), "added": np.zeros((16,), np.float32)}
     bad = good | {"poison": np.full((16,), np.nan, np.float32)}
+    endless = good | {"added": np.full((16,), np.inf, np.float32)}
     state, _ = step(model.init(TX), good)
     before = jax.tree.map(np.asarray, state.params), np.asarray(state.opt_state[0].count)
     state, metrics = step(state, bad)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(np.asarray, state.params), before[0])
     assert (int(state.step), int(state.num_skipped), int(metrics["num_skipped"])) == (2, 1, 1)
     assert int(state.opt_state[0].count) == int(before[1])
+    state, metrics = step(state, endless)
+    assert np.isfinite(float(metrics["grad_norm"])) and int(state.num_skipped) == 2
     state, metrics = step(state, good)
-    assert np.isfinite(float(metrics["loss"])) and int(state.num_skipped) == 1
+    assert np.isfinite(float(metrics["loss"])) and int(state.num_skipped) == 2
 
 
 def test_a_state_is_donated_and_then_refused_before_it_reaches_xla(model):
