@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
+from jfsdp.engine.dataflow import all_eqns, inner_jaxprs, is_literal
 from tests import hlo
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.refusals import refuses, refusing, warning
@@ -66,9 +67,9 @@ def rows():
     return np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
 
 
-def train(source, loss, batches, units=(Block,), check_loss=False, **options):
+def train(source, loss, batches, units=(Block,), check_loss=False, step=(), **options):
     model = fully_shard(source, units=list(units), min_size=1, **options)
-    state, step = model.init(TX), model.train_step(loss, TX, max_grad_norm=1.0, check_loss=check_loss)
+    state, step = model.init(TX), model.train_step(loss, TX, max_grad_norm=1.0, check_loss=check_loss, **dict(step))
     for batch in batches:
         state, metrics = step(state, batch)
     return jax.device_get((state.params, metrics))
@@ -104,6 +105,43 @@ def test_units_called_in_any_way_train_as_under_xla(name):
     with warning("units", *in_place, "nested") if in_place else contextlib.nullcontext():
         found = train(source, square, [rows()] * 2, units, program="manual")
     assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "step"),
+    [({"replica": 2}, {"opt_over": ("replica", "fsdp")}, {}), ({}, {}, {"accumulate": 2, "sync": "last"})],
+)
+def test_gradients_in_place_are_summed_once_over_every_axis(sizes, options, step):
+    """Where the accumulator is split further than the weights, and where it is whole until the last microbatch."""
+    hows, in_place = CHAINS["in place"]
+    source = lambda rngs: Chain(rngs, *hows)  # noqa: E731
+    wanted = train(source, square, [rows()] * 2, program="xla")
+    with warning("units", *in_place):
+        found = train(
+            source, square, [rows()] * 2, program="manual", mesh=jfsdp.make_mesh(**sizes), step=step, **options
+        )
+    assert_close(found, wanted)
+
+
+def behind(jaxpr, kind, before):
+    """Count for each equation of a kind those of another that its operands are computed from, barriers counted."""
+    found, known = [], collections.defaultdict(frozenset)
+    for eqn in jaxpr.eqns:
+        names = {inner.primitive.name for one in inner_jaxprs(eqn) for inner in all_eqns(one)}
+        needs = frozenset().union(*(known[var] for var in eqn.invars if not is_literal(var)))
+        names.add(eqn.primitive.name)
+        found += [len(needs)] if kind in names else []
+        known.update(dict.fromkeys(eqn.outvars, needs | {id(eqn)} if before in names else needs))
+    return found
+
+
+def test_no_gather_and_no_call_starts_before_what_it_is_to_wait_for():
+    """Else XLA may gather all weights at first, and reduce all gradients at last."""
+    batch = make_batches(1)[0]
+    outer = traced(listed, token_loss, batch, program="manual", prefetch=0).jaxpr.jaxpr
+    (jaxpr,) = [eqn.params["jaxpr"] for eqn in all_eqns(outer) if eqn.primitive.name == "shard_map"]
+    assert len({*behind(jaxpr, "all_gather", "dot_general")}) == 2 * 3, "those of three blocks, forward and backward"
+    assert any(behind(jaxpr, "dot_general", "reduce_scatter"))
 
 
 def test_lists_of_units_change_no_bit():
