@@ -17,7 +17,7 @@ from unittest import mock
 import pytest
 
 import jfsdp
-from jfsdp.checkpoint.disk import commit, pieces, writer
+from jfsdp.checkpoint.disk import commit, lock, pieces, writer
 from jfsdp.checkpoint.disk.errors import check_open_files
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.disk.lock import Lock
@@ -303,14 +303,23 @@ def test_an_error_while_cleaning_up_does_not_replace_the_first(run, monkeypatch)
         stack.push(closing(fail))
 
 
+def test_a_lock_file_that_its_holder_has_just_removed_is_not_held(tmp_path, monkeypatch):
+    def released_meanwhile(file: Any) -> bool:
+        (tmp_path / "lock").unlink()
+        return True
+
+    monkeypatch.setattr(lock, "_lock", released_meanwhile)
+    refuses(lambda: Lock(tmp_path / "lock", "x is held by", "or go"), "x is held by", "or go")
+
+
 def test_a_lock_on_a_full_disk_is_held_without_a_name(tmp_path):
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
     try:
-        lock = Lock(tmp_path / "lock", "x is held by", "or go")
+        held = Lock(tmp_path / "lock", "x is held by", "or go")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     with refusing("x is held by", "or go"):
         Lock(tmp_path / "lock", "x is held by", "or go")
-    lock.release()
+    held.release()
     assert not list(tmp_path.iterdir())

@@ -39,7 +39,7 @@ def test_what_one_replica_read_is_summed_on_the_devices_wherever_it_lies(monkeyp
     sharding = NamedSharding(mesh, PartitionSpec("fsdp"), memory_kind="pinned_host")
     blocks = [
         jax.device_put(
-            jnp.full(2, float(place)) if one_replica.is_first_replica(sharding, device) else jnp.zeros(2),
+            jnp.full(2, -float(place)) if one_replica.is_first_replica(sharding, device) else jnp.zeros(2),
             SingleDeviceSharding(device, memory_kind="pinned_host"),
         )
         for place, device in enumerate(mesh.devices.flat)
@@ -48,7 +48,7 @@ def test_what_one_replica_read_is_summed_on_the_devices_wherever_it_lies(monkeyp
     found = one_replica.from_first_replica(array)
     assert seen == ["device"] and found.sharding == sharding
     assert all(np.array_equal(shard.data, np.asarray(found)[shard.index]) for shard in found.addressable_shards)
-    assert np.asarray(found).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert np.asarray(found).tobytes() == np.float32([-0.0, -0.0, -1, -1, -2, -2, -3, -3]).tobytes()
 
 
 UNCLOSED = """
