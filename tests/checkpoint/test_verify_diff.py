@@ -3,6 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tensorstore as ts
 
 from jfsdp.checkpoint.convert import write_source
 from jfsdp.checkpoint.diff import diff
@@ -53,10 +54,16 @@ def test_what_is_not_finite_is_counted_by_name(name, bad, values, tmp_path):
     assert not found.is_ok and not found.is_damaged
 
 
-def test_a_chunk_that_is_gone_is_named_though_all_digests_fit(values, tmp_path):
+@pytest.mark.parametrize("gone", ["file", "entry"])
+def test_a_chunk_that_is_gone_is_named_though_all_digests_fit(gone, values, tmp_path):
     path = write(tmp_path / "a", values)
-    for file in (path / ARRAYS / "params").rglob("d/*"):
-        file.unlink()
+    params = path / ARRAYS / "params"
+    if gone == "entry":
+        store = ts.KvStore.open({"driver": "ocdbt", "base": f"file://{params}/"}).result()
+        store.write("params.w/0.0", None).result()
+    else:
+        for file in params.rglob("d/*"):
+            file.unlink()
     hash_again(path)
     found = verify(path)
     assert not found.is_ok and found.is_damaged

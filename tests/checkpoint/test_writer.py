@@ -48,7 +48,7 @@ def test_what_one_replica_read_is_summed_on_the_devices_wherever_it_lies(monkeyp
     found = one_replica.from_first_replica(array)
     assert seen == ["device"] and found.sharding == sharding
     assert all(np.array_equal(shard.data, np.asarray(found)[shard.index]) for shard in found.addressable_shards)
-    assert np.asarray(found).tobytes() == np.float32([-0.0, -0.0, -1, -1, -2, -2, -3, -3]).tobytes()
+    assert np.asarray(found).tobytes() == np.array([-0.0, -0.0, -1, -1, -2, -2, -3, -3], np.float32).tobytes()
 
 
 UNCLOSED = """
