@@ -2,6 +2,7 @@
 
 import dataclasses
 import types
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -265,6 +266,12 @@ def test_the_excess_is_that_of_the_list_of_movements():
     step = step_of(Net, scalar, EIGHT, {"strategy": "zero1"}, AGAIN)
     with pytest.warns(UserWarning, match="up to 1.50 times"):
         step.resolve(BATCH)
+
+
+def test_gathers_that_microbatches_share_are_no_excess():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step_of(Net, scalar, EIGHT, {}, AGAIN | {"reshard_after_backward": False}).resolve(BATCH)
 
 
 @pytest.mark.parametrize("weight", ["of rows", "of an array"])

@@ -105,6 +105,13 @@ def test_an_optimizer_that_groups_split_further_gets_its_shards_at_the_end(param
     assert deferred_axes(layout, accumulate=1, once=False) == ("replica",)
 
 
+def test_shards_that_lie_otherwise_in_the_optimizer_are_summed_whole():
+    """Over groups first: a scatter over them would leave each device with another part than its optimizer has."""
+    apart = jfsdp.Strategy("apart", jfsdp.Split.WHOLE, jfsdp.Split.GROUP, jfsdp.Split.ALL)
+    layout = make_layout(apart, replica=2, fsdp=2)
+    assert {move.kind for move in movements(layout, spec_of(layout)) if move.when == LAST} == {REDUCE}
+
+
 def test_one_microbatch_shares_its_reduction_with_no_other():
     """Its gradients are reduced unit by unit, and none is held whole to the end."""
     layout = make_layout("zero1", fsdp=4)

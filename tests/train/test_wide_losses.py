@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
+from jfsdp.train.step.loss import as_loss
 from tests.steps import fully_shard
 from tests.thin import thin
 
@@ -88,3 +89,8 @@ def test_a_loss_in_float32_stays_one():
     model = fully_shard(deep(jnp.float32, jnp.float32), min_size=1)
     _, metrics = model.train_step(lambda m, batch: m(batch["x"]).mean(), TX)(model.init(TX), make_batch())
     assert {x.dtype for x in metrics.values()} == {jnp.dtype("float32")}
+
+
+def test_a_loss_in_low_precision_is_summed_in_float32():
+    found = as_loss(jfsdp.Loss(jnp.bfloat16(1), 3, {"size": jnp.bfloat16(2)}))
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
