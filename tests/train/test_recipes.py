@@ -30,7 +30,7 @@ path_aware_map: Any = traverse_util.path_aware_map
 
 
 def source(api: str, form: str) -> Any:
-    return linen_tower(form == "stacked") if api == "linen" else lambda rngs: Tower(rngs, form == "stacked")
+    return linen_tower(form == "stacked", 2) if api == "linen" else lambda rngs: Tower(rngs, form == "stacked", 16, 2)
 
 
 def first_key_labels(params: Any) -> Any:
@@ -190,7 +190,7 @@ def check(name: str, api: str, place: str) -> None:
     assert worst < LIMIT, f"{leaf}: {worst:.1e}"
 
 
-@pytest.mark.parametrize(("name", "api", "place"), thin(PLACED, 5))
+@pytest.mark.parametrize(("name", "api", "place"), thin(PLACED, 7))
 def test_a_recipe_equals_one_device(name, api, place):
     check(name, api, place)
 

@@ -72,8 +72,10 @@ def train(model: jfsdp.ShardedModel, state: jfsdp.TrainState, num: int = 2) -> j
 
 @functools.cache
 def lived_in(name: str) -> jfsdp.TrainState:
+    """Return a state whose optimizer has taken a step: with the weights for gradients, as any numbers will do."""
     model = make(name)
-    return train(model, model.init(TX, seed=list(LAYOUTS).index(name)))
+    state = model.init(TX, seed=list(LAYOUTS).index(name))
+    return model.apply_gradients(state, model.model.tree.build(model.trained_arrays(state)), TX)
 
 
 def assert_same_bits(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> None:
@@ -99,7 +101,7 @@ PAIRS += [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), thin(PAIRS, 6))
+@pytest.mark.parametrize(("source", "target"), thin(PAIRS, 8))
 def test_reshard_is_bitwise_into_any_mesh_and_strategy(source, target):
     model = make(target)
     before = logical(lived_in(source))
