@@ -138,6 +138,7 @@ CASES = {
     "hybrid": (Net, loss, GROUPS, {}, AGAIN, "manual", "a sum"),
     "asked: xla": (padded, loss, EIGHT, {}, {"program": "xla"}, "xla", "program='xla'"),
     "asked: xla, state of rows": (Counted, loss, EIGHT, {}, {"program": "xla"}, "xla", "program='xla'"),
+    "asked: xla, hybrid": (Net, loss, GROUPS, {}, AGAIN | {"program": "xla"}, "xla", "program='xla'"),
     "asked: manual": (Net, loss, EIGHT, {}, {"program": "manual"}, "manual", "program='manual'"),
     "flat": (Net, loss, EIGHT, {"storage": "flat"}, {}, "manual", "a sum"),
     "last, one microbatch": (Net, scalar, EIGHT, {}, {"sync": "last"}, "xla", "scalar"),
@@ -162,6 +163,7 @@ def test_the_program_follows_the_loss(name):
     spec = decide(*given)
     assert spec.program == program and reason in spec.reason
     assert (spec.prefetch is None) == (program == "xla")
+    assert not (program == "xla" and spec.deferred), "it sums every microbatch"
 
 
 # What only `manual` has: options of `fully_shard`, of the step, and what names it.
