@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import jfsdp
@@ -20,6 +20,7 @@ keeps = st.builds(
 
 
 @given(keep=keeps, found=st.dictionaries(st.integers(0, 99), values, max_size=20))
+@example(keep=Keep(1, best=KeepBest("loss")), found={1: 0.5, 2: 0.5, 3: 1.0})
 def test_the_newest_stays_and_what_stays_is_named_by_a_rule(keep, found):
     given_metrics = {step: {} if value is None else {"loss": value} for step, value in found.items()}
     kept, steps = keep.kept(given_metrics), sorted(found)

@@ -85,10 +85,11 @@ def test_processes_that_do_not_divide_the_documents_still_share_them_all(one_row
     assert len(set(seen)) == NUM_DOCUMENTS
 
 
-def test_order_differs_by_epoch_and_by_seed_and_repeats_for_a_seed(one_row_documents):
+@pytest.mark.parametrize("shuffle_rows", [0, 32])
+def test_order_differs_by_epoch_and_by_seed_and_repeats_for_a_seed(one_row_documents, shuffle_rows):
+    options = {"seq_len": 8, "eval_fraction": 0, "shuffle_rows": shuffle_rows}
     first, again, other = (
-        _epochs(open_data(_config(one_row_documents, seq_len=8, eval_fraction=0, seed=seed)), 1, 2)
-        for seed in (0, 0, 9)
+        _epochs(open_data(_config(one_row_documents, seed=seed, **options)), 1, 2) for seed in (0, 0, 9)
     )
     assert (first == again).all()
     assert (first[0] != first[1]).any() and (first[0] != other[0]).any()
