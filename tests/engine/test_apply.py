@@ -384,27 +384,3 @@ def test_a_program_that_is_traced_again_has_the_same_text():
     tokens = jax.ShapeDtypeStruct((8, 6), np.int32)
     texts = [jax.jit(model.forward(lambda model, x: model(x).sum())).lower(state, tokens).as_text() for _ in range(2)]
     assert texts[0] == texts[1]
-
-
-def test_dropout_masks_differ_between_steps_rows_and_layers():
-    class Masks(nnx.Module):
-        def __init__(self, rngs):
-            self.weight = nnx.Param(jnp.ones((DIM,)))
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.dropout(x * self.weight)
-
-    def keep(model, x):
-        masks = jnp.stack([layer(jnp.ones_like(x)) for layer in model.layers])
-        total = masks.sum() + 0 * model.head(x).sum()
-        columns = masks.sum(1).reshape(-1)[:16]  # sums over rows: by layer and column
-        return jfsdp.Loss(total, x.shape[0], {f"m{i}": column for i, column in enumerate(columns)})
-
-    model = shard(lambda rngs: Net(rngs, Masks), (Masks,))
-    step, state = model.train_step(keep, TX), model.init(TX)
-    seen = []
-    for _ in range(2):
-        state, metrics = step(state, batch())
-        seen += [float(metrics[f"m{i}"]) for i in range(16)]
-    assert len(set(seen)) > 4

@@ -21,7 +21,7 @@ from jfsdp.plan.traffic.attribution import group_axes
 from tests import reference, states
 from tests.engine import test_tensor
 from tests.engine.test_parity import LEARNING_RATE, LIMITS
-from tests.engine.test_tensor import LINEN, Listed, SplitBlock, SplitTower, Tied, make_mesh
+from tests.engine.test_tensor import LINEN, Listed, SplitBlock, SplitTower, Tied, check_model, make_mesh
 from tests.models_small import VOCAB, make_batches, token_loss
 from tests.pairwise import cover
 from tests.steps import fully_shard
@@ -168,17 +168,6 @@ def test_a_device_holds_its_part_alone():
         np.testing.assert_array_equal(whole, np.asarray(value)[tuple(map(slice, whole.shape))], err_msg=path)
 
 
-def trains_as_on_one_device(model, source):
-    tx = optax.adamw(LEARNING_RATE, eps=1e-4)
-    state, step = model.init(tx), model.train_step(token_loss, tx, check_loss=False)
-    for batch in make_batches(3):
-        state, _ = step(state, batch)
-    with nnx.use_eager_sharding(False):  # names of dims are those of no mesh
-        wanted = reference.train(source, token_loss, tx, make_batches(3)).params
-    params = {path: reference.logical(state, path, x) for path, x in state.params.items()}
-    assert reference.worst_leaf(params, wanted, LEARNING_RATE * 3)[0] < LIMITS["params"]
-
-
 class Unstated(nnx.Module):
     """States nothing: XLA finds from its weights how what it computes is split."""
 
@@ -196,7 +185,7 @@ class Unstated(nnx.Module):
 def test_a_model_that_states_nothing_is_split_as_its_weights_are(program):
     names = {"up": (-1, AXIS), "down.kernel": (0, AXIS), "embed": (-1, AXIS), "head.kernel": (0, AXIS)}
     model = fully_shard(Unstated, mesh=make_mesh(MESHES["4x2"]), units=["*"], min_size=20, cuts=names, program=program)
-    trains_as_on_one_device(model, Unstated)
+    check_model(model, Unstated)
 
 
 class NamedLinen(linen.Module):
@@ -250,7 +239,8 @@ def test_a_model_is_cut_by_its_own_names(api, program):
     cuts = {leaf.path: leaf.cuts for leaf in model.layout.leaves if leaf.cuts}
     assert {path: [cut.dim for cut in found] for path, found in cuts.items()} == dims
     assert {cut.reason for found in cuts.values() for cut in found} == {"sharding metadata 'mlp'"}
-    trains_as_on_one_device(model, source)
+    with nnx.use_eager_sharding(False):  # names of dims are those of no mesh
+        check_model(model, source)
 
 
 FORMS = [

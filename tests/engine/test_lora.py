@@ -21,7 +21,7 @@ from tests.engine.test_tensor import SplitBlock, SplitTower
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss
 from tests.pairwise import cover
 from tests.steps import fully_shard
-from tests.thin import each_value
+from tests.thin import each_value, thin
 from tests.ways import WAYS
 
 STEPS = 3
@@ -163,7 +163,6 @@ def test_steps_equal_one_device_on_merged_weights(strategy, program, mesh, model
 MANUAL, FLAT = {"program": "manual"}, {"program": "manual", "storage": "flat"}
 CASES = {
     "cut, manual": ("split", {"fsdp": 2, "tensor": 2}, MANUAL | {"cuts": CUTS}, "lora"),
-    "in 4 bits": ("stacked", {"fsdp": 4}, {"quantized": NF4}, "dora"),
     "in 4 bits, flat": ("stacked", {"fsdp": 4}, FLAT | {"quantized": NF4}, "lora"),
     "in 8 bits, Linen": ("linen", {"fsdp": 4}, {"quantized": {"**.up.kernel": "int8"}, "strategy": "zero2"}, "lora"),
     "offloaded": ("listed", {"fsdp": 4}, {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}, "dora"),
@@ -177,6 +176,7 @@ PROOFS = {
         MANUAL | {"quantized": {"**.up.kernel": "int4"}},
         "dora",
     ),
+    "in 4 bits": ("stacked", {"fsdp": 4}, {"quantized": NF4}, "dora"),
     "in 4 bits, lora": ("stacked", {"fsdp": 8}, {"quantized": NF4}, "lora"),
     "no remat": ("stacked", {"fsdp": 8}, MANUAL | {"remat": "none"}, "lora"),
     "flat": ("stacked", {"fsdp": 8}, FLAT, "dora"),
@@ -192,7 +192,7 @@ def test_every_setting_equals_one_device(case):
 
 
 @pytest.mark.parametrize(
-    "rest", [{"mp_policy": jfsdp.MixedPrecisionPolicy(frozen_dtype="bfloat16")}, {"quantized": NF4}]
+    "rest", thin([{"quantized": NF4}, {"mp_policy": jfsdp.MixedPrecisionPolicy(frozen_dtype="bfloat16")}])
 )
 def test_a_base_of_few_bits_takes_nothing_from_the_merged_matrices(rest):
     model = fully_shard(Tower, units=[Block], lora=lora("lora"), mesh=jfsdp.make_mesh(), **rest)

@@ -125,9 +125,8 @@ COLUMNS = {
 
 
 @pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")  # attention is not cut over tensor
-@pytest.mark.parametrize(tuple(COLUMNS), [*each_value(cover(COLUMNS)), (4, {}, 2, "1f1b twice", 4, True, "full", 1)])
+@pytest.mark.parametrize(tuple(COLUMNS), each_value(cover(COLUMNS)))
 def test_gradients_are_exact(pipe, data, tensor, schedule, accumulate, tied, remat, prefetch):
-    """Every pair of values of two columns stands in some row: the last has those of rows that do not fit."""
     check(pipe, data, tensor, schedule, accumulate, tied, remat, prefetch)
 
 

@@ -181,7 +181,7 @@ def swapped(model, x, _):
 CARRIES = [counted, summed, from_beside, masked, swapped]
 
 
-@pytest.mark.parametrize("run", thin(CARRIES))
+@pytest.mark.parametrize("run", thin(CARRIES, 3))
 def test_whatever_layers_carry_is_exact(run):
     """Numbers, a mean, an array that layers read besides, a mask: each stage has its own."""
     place, factory = CARRIES.index(run), functools.partial(Model, run=run)

@@ -202,7 +202,7 @@ def test_decoding_token_by_token_fills_the_caches_of_units():
 
     batch = data(ROWS, 4, DIM)
     model = fully_shard(Decoder, units=[nnx.MultiHeadAttention], min_size=1)
-    wanted = decode(nnx.jit(lambda: Decoder(nnx.Rngs(0)))(), batch)
+    wanted = nnx.jit(lambda: decode(Decoder(nnx.Rngs(0)), batch))()
     np.testing.assert_allclose(model.forward(decode)(model.init(TX), batch), wanted, rtol=1e-5, atol=1e-6)
 
 
