@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import check_sizes, make_abstract_mesh, make_mesh, num_data_shards, resolve_sizes
@@ -48,15 +49,18 @@ def find_planned_job(options: ShardingOptions) -> Job:
     return with_preference(job, options.preference, options.beta) if isinstance(options, StepOptions) else job
 
 
-def shard_planned(options: StepOptions, devices: Any = None, *, num_devices: int = 0) -> Planned:
-    """Shard the job of options over devices of a topology, or over a number of devices without any.
+def shard_planned(
+    options: StepOptions, devices: Any = None, *, num_devices: int = 0, mesh: Mesh | None = None
+) -> Planned:
+    """Shard the job of options over devices of a topology, over a number of devices without any, or over a mesh.
 
     Raises:
       ValueError: for a mesh that the devices do not fill, and all that training would refuse.
     """
     job = find_planned_job(options)
-    sizes = mesh_sizes(options.mesh, num_devices if devices is None else len(devices))
-    mesh = make_abstract_mesh(sizes) if devices is None else make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
+    if mesh is None:
+        sizes = mesh_sizes(options.mesh, num_devices if devices is None else len(devices))
+        mesh = make_abstract_mesh(sizes) if devices is None else make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
     run = TrainConfig()  # its schedule: a constant of the program
     schedule = make_schedule(run.learning_rate, run.steps // 20, run.steps, run.min_learning_rate)
     model, _, step = make_step(options, job, mesh, schedule)
