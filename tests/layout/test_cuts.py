@@ -1,6 +1,8 @@
 """Cuts: which dims axis `tensor` cuts, where every stage of a cut leaf stands, and what is refused."""
 
+import functools
 import math
+from typing import Any
 
 import pytest
 from jax.sharding import PartitionSpec as P
@@ -10,7 +12,7 @@ from jfsdp.layout.placements import Ignore, Replicate, find_placements
 from jfsdp.layout.report import describe_stage, layout_to_dict
 from jfsdp.layout.units import UnitInfo
 from tests.layout.tables import abstract, make_table
-from tests.refusals import refusing
+from tests.refusals import refuses, refusing
 
 MESH = {"fsdp": 4, "tensor": 2}
 LEAVES = {"mlp.up": (64, 128), "mlp.down": (128, 64), "mlp.bias": (128,), "norm": (64,)}
@@ -119,50 +121,32 @@ def test_leaves_without_elements_are_not_cut():
     assert found(leaves={"w": (0, 8)}, names={}, placements={"w": P(None, "tensor")}) == {}
 
 
-REFUSED = {
-    "a name without a rule": ({"axis_rules": {"mlp": "tensor"}}, r"mlp\.down: axis_rules has no rule for 'embed'"),
-    "a rule for no name": (
-        {"axis_rules": {**RULES, "head": "tensor"}},
-        "'head' is the name of no parameter's dim, drop its rule",
-    ),
-    "two rules for a name": (
-        {"axis_rules": [("mlp", "tensor"), ("mlp", None)]},
-        r"\('mlp', None\) is no pair .* or another",
-    ),
-    "a rule that is no pair": ({"axis_rules": [("mlp", "a", "b")]}, "is no pair of a name and an axis"),
-    "rules and no metadata": ({"axis_rules": RULES, "names": {}}, "no sharding metadata"),
-    "twice over one axis": (
-        {"axis_rules": {"mlp": "tensor", "embed": "tensor"}},
-        r"mlp\.up: sharding metadata 'embed' cuts dim 0 over axis 'tensor', and sharding metadata 'mlp' dim 1",
-    ),
-    "a data axis": ({"axis_rules": {"mlp": "fsdp", "embed": None}}, "axis 'fsdp' cuts no leaf .the strategy says"),
-    "nothing chosen": ({"placements": {"mpl.up": P("tensor")}}, "placements 'mpl.up' matches no parameter"),
-    "two selectors": (
-        {"placements": {"mlp.*": P("tensor"), "mlp.up": P(None, "tensor")}},
-        r"mlp\.up: placements 'mlp\.\*' .* and 'mlp\.up' .* collide",
-    ),
-    "two dims": ({"placements": {"mlp.up": P("tensor", "tensor")}}, r"mlp\.up: .* an axis cuts one dim of a leaf"),
-    "too many entries": ({"placements": {"norm": P(None, "tensor")}}, r"norm: .* more entries than shape \(64,\)"),
-    "uneven": (
+REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
+    ({"axis_rules": {"mlp": "tensor"}}, ("mlp.down:", "axis_rules", "'embed'")),
+    ({"axis_rules": {**RULES, "head": "tensor"}}, ("'head'", "drop its rule")),
+    ({"axis_rules": [("mlp", "tensor"), ("mlp", None)]}, ("('mlp', None)", "no pair")),
+    ({"axis_rules": RULES, "names": {}}, ("no sharding metadata",)),
+    ({"axis_rules": {"mlp": "tensor", "embed": "tensor"}}, ("mlp.up:", "'embed'", "dim 0", "'tensor'", "'mlp' dim 1")),
+    ({"axis_rules": {"mlp": "fsdp", "embed": None}}, ("'fsdp'", "the strategy")),
+    ({"placements": {"mpl.up": P("tensor")}}, ("'mpl.up'", "no parameter")),
+    ({"placements": {"mlp.*": P("tensor"), "mlp.up": P(None, "tensor")}}, ("mlp.up:", "'mlp.*'", "'mlp.up'")),
+    ({"placements": {"mlp.up": P("tensor", "tensor")}}, ("mlp.up:", "one dim")),
+    ({"placements": {"norm": P(None, "tensor")}}, ("norm:", "(64,)")),
+    (
         {"mesh": {"fsdp": 2, "tensor": 3}, "placements": {"norm": P("tensor")}},
-        r"norm: placements 'norm': dim 0 \(size 64\) cannot be cut over axis 'tensor' \(size 3\)",
+        ("norm:", "'norm'", "dim 0", "size 64", "'tensor'", "size 3"),
     ),
-    "too many names": (
-        {"names": {"norm": ("a", "mlp")}, "axis_rules": {"a": None, "mlp": None}},
-        "names 2 dims, and shape .64,. has 1",
-    ),
-    "a layer dim": (
+    ({"names": {"norm": ("a", "mlp")}, "axis_rules": {"a": None, "mlp": None}}, ("2 dims", "(64,)")),
+    (
         {"leaves": {"w": (2, 8)}, "stacked": 1, "names": {"w": ("mlp", None)}, "axis_rules": {"mlp": "tensor"}},
-        r"w: sharding metadata 'mlp': dim 0 \(size 2\) is a layer dim",
+        ("w:", "'mlp'", "dim 0", "size 2", "layer dim"),
     ),
-}
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_be_is_refused_by_name(case):
-    given, message = REFUSED[case]
-    with pytest.raises(ValueError, match=message):
-        found(**given)
+def test_what_cannot_be_is_refused_by_name():
+    for given, facts in REFUSED:
+        refuses(functools.partial(found, **given), *facts)
 
 
 def test_what_contradicts_a_cut_is_refused_by_name():

@@ -1,5 +1,7 @@
 """The sharding factor: over how many neighbouring devices parameters are split."""
 
+import functools
+
 import pytest
 from flax import nnx
 
@@ -23,7 +25,8 @@ def test_the_sharding_factor_regroups_the_mesh(factor, sizes):
     assert layout.num_parts(layout.by_path["block.kernel"].stage("param")) == factor
 
 
-@pytest.mark.parametrize("factor", [0, -1, 3, 5, 16])
-def test_a_factor_that_does_not_divide_lists_those_that_do(factor):
-    facts = (f"sharding_factor={factor} does not divide the 8 devices", "replica", "use one of 1, 2, 4, 8")
-    refuses(lambda: make_abstract_mesh({"replica": 2, "fsdp": 4}, sharding_factor=factor), *facts)
+def test_a_factor_that_does_not_divide_lists_those_that_do():
+    for factor in (0, -1, 3, 16):
+        facts = (f"sharding_factor={factor} does not divide the 8 devices", "replica", "use one of 1, 2, 4, 8")
+        make = functools.partial(make_abstract_mesh, {"replica": 2, "fsdp": 4}, sharding_factor=factor)
+        refuses(make, *facts)

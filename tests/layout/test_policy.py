@@ -1,5 +1,6 @@
 """Policies of units: defaults from the strategy, overrides by glob, and what is refused."""
 
+import functools
 import re
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from jfsdp.layout.policy import SaveNames, UnitPolicy, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
-from tests.refusals import refusing
+from tests.refusals import refuses, refusing
 from tests.ways import WAYS
 
 UNITS = ("", "embed", "layers.0", "layers.1", "head")
@@ -68,9 +69,14 @@ def test_overrides_that_contradict_each_other_are_refused_and_others_add_up():
     assert resolve(per_unit=both)["layers.1"] == UnitPolicy(BF16, False, "dots")
 
 
-def test_overrides_that_say_nothing_are_refused():
-    with refusing("per_unit", "'head'", "mp_policy", "reshard_after_forward"):
-        resolve(per_unit={"head": {}})
+def test_overrides_that_say_nothing_choose_nothing_or_are_unknown_are_refused():
+    for per_unit, facts in (
+        ({"head": {}}, ("per_unit", "'head'", "mp_policy", "reshard_after_forward")),
+        ({"layer.*": {"remat": "dots"}}, ("per_unit", "'layer.*'", "''", "'embed'", "'layers.0'")),
+        ({"head": {"prefetch": 2}}, ("'prefetch'", "mp_policy", "reshard_after_forward")),
+    ):
+        refuses(functools.partial(resolve, per_unit=per_unit), *facts)
+    refuses(lambda: resolve(per_unit={"head": {"mp_policy": "bfloat16"}}), "mp_policy", error=TypeError)
 
 
 def test_an_override_may_reset_to_the_default():
@@ -79,29 +85,13 @@ def test_an_override_may_reset_to_the_default():
     assert not policies["embed"].reshard_after_forward
 
 
-def test_a_glob_that_matches_no_unit_lists_the_units():
-    with refusing("per_unit", "'layer.*'", "''", "'embed'", "'layers.0'"):
-        resolve(per_unit={"layer.*": {"remat": "dots"}})
-
-
-def test_an_unknown_setting_lists_the_settings():
-    with refusing("'prefetch'", "mp_policy", "reshard_after_forward"):
-        resolve(per_unit={"head": {"prefetch": 2}})
-
-
-@pytest.mark.parametrize("remat", ["some", "", "FULL"])
-def test_an_unknown_remat_lists_the_remats(remat):
-    with refusing("'embed'", "jfsdp.SaveNames"):
-        resolve(remat=remat)
-
-
-@pytest.mark.parametrize("value", [True, 2])
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "kept"])
-def test_resharding_under_a_strategy_that_keeps_parameters_whole_is_refused(strategy, value):
-    with refusing(f"reshard_after_forward={value}", f"'{strategy}'"):
-        resolve(strategy, reshard=value)
-    with refusing("unit 'head'", f"reshard_after_forward={value}", f"'{strategy}'"):
-        resolve(strategy, per_unit={"head": {"reshard_after_forward": value}})
+def test_resharding_under_a_strategy_that_keeps_parameters_whole_is_refused(strategy):
+    for value in (True, 2):
+        facts = f"reshard_after_forward={value}", f"'{strategy}'"
+        refuses(functools.partial(resolve, strategy, reshard=value), *facts)
+        per_unit = {"head": {"reshard_after_forward": value}}
+        refuses(functools.partial(resolve, strategy, per_unit=per_unit), "unit 'head'", *facts)
     assert not resolve(strategy, reshard=False)["head"].reshard_after_forward
 
 
@@ -111,10 +101,9 @@ def test_resharding_to_one_device_is_not_resharding(strategy):
     assert resolve(strategy, reshard=1) == resolve(strategy, reshard=False)
 
 
-@pytest.mark.parametrize("value", [0, -1, -8])
-def test_fewer_than_one_device_are_refused(value):
-    with refusing("(root)", f"reshard_after_forward={value}", "at least 1"):
-        resolve(reshard=value)
+def test_fewer_than_one_device_are_refused():
+    with refusing("(root)", "reshard_after_forward=0", "at least 1"):
+        resolve(reshard=0)
 
 
 def unknown() -> int:
@@ -131,81 +120,47 @@ def test_hosts_are_asked_for_only_where_the_strategy_needs_them(strategy, reshar
     assert resolve(strategy, reshard=reshard, node_size=unknown)["embed"].reshard_after_forward is (reshard or True)
 
 
-@pytest.mark.parametrize("field", ["save", "offload"])
-def test_names_to_save_are_kept_as_a_tuple(field):
-    from_list: Any = {field: ["a", "b"]}
-    remat = SaveNames(**from_list)
-    assert getattr(remat, field) == ("a", "b")
-    assert hash(remat) == hash(SaveNames(**{field: ("a", "b")}))
-    assert resolve(remat=remat)["head"].remat == SaveNames(**{field: ("a", "b")})
+def test_names_to_save_are_kept_as_a_tuple_and_each_is_a_name_once():
+    for field in ("save", "offload"):
+        from_list: Any = {field: ["a", "b"]}
+        remat = SaveNames(**from_list)
+        assert remat == SaveNames(**{field: ("a", "b")}) and hash(remat)
+        assert resolve(remat=remat)["head"].remat == remat
+        for names in ("attention", None, ("a", 1)):
+            wrong: Any = {field: names}
+            refuses(functools.partial(SaveNames, **wrong), f"SaveNames: {field}", "text", error=TypeError)
+    refuses(lambda: SaveNames(("a", "b", "c"), ("c", "b", "d")), "SaveNames:")
 
 
-@pytest.mark.parametrize("field", ["save", "offload"])
-@pytest.mark.parametrize("names", ["attention", None, 3, ("a", 1)])
-def test_names_that_are_no_names_are_refused(field, names):
-    with refusing(f"SaveNames: {field}", "text", error=TypeError):
-        SaveNames(**{field: names})
+def test_a_remat_of_another_kind_is_refused():
+    for remat, fact in (
+        (True, "remat=True must be text"),
+        (("a", 1), "remat[1]=1 must be text"),
+        (["a", "b"], "jfsdp.SaveNames"),
+        ((), "is unknown"),
+        ("FULL", "jfsdp.SaveNames"),
+        (SaveNames, "is unknown"),
+        (lambda: True, "f(primitive)"),
+    ):
+        error = TypeError if "must be" in fact else ValueError
+        refuses(functools.partial(resolve, remat=remat), "'embed'", fact, error=error)
 
 
-def test_names_both_saved_and_offloaded_are_refused():
-    with refusing("SaveNames:"):
-        SaveNames(("a", "b", "c"), ("c", "b", "d"))
+def test_dtypes_are_kept_as_names_and_an_unknown_one_lists_them():
+    for given, kept in (
+        ("bfloat16", "bfloat16"),
+        (jax.numpy.bfloat16, "bfloat16"),
+        (jax.numpy.dtype("float16"), "float16"),
+    ):
+        policy = MixedPrecisionPolicy(given, reduce_dtype=given, output_dtype=given)
+        assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (kept, kept, kept)
+    for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for dtype in ("int8", "bf16", "float64", object()):
+            wrong: Any = {field: dtype}
+            refuses(functools.partial(MixedPrecisionPolicy, **wrong), field, "float32, bfloat16, float16")
 
 
-@pytest.mark.parametrize(
-    ("remat", "told"),
-    [
-        (True, "remat=True must be text or a list of text or a SaveNames or a function"),
-        (3, "remat=3 must be text"),
-        (("a", 1), r"remat\[1\]=1 must be text"),
-        (["a", "b"], "remat .* is unknown"),
-        ((), "remat .* is unknown"),
-        (SaveNames, "remat .* is unknown"),
-        (lambda: True, r"remat is called as f\(primitive\), and takes something else: too many positional arguments"),
-    ],
-)
-def test_a_remat_of_another_kind_is_refused(remat, told):
-    with pytest.raises(TypeError if "must be" in told else ValueError, match=f"unit 'embed': .*{told}"):
-        resolve(remat=remat)
-
-
-def test_a_glob_of_per_unit_means_what_it_means_among_the_units():
-    policies = resolve_policies(
-        ["", "layers.0", "layers.0.mlp"],
-        strategy=WAYS["full_shard"],
-        mp_policy=BF16,
-        reshard_after_forward=None,
-        remat="full",
-        per_unit={"layers.*": {"remat": "dots"}},
-        node_size=lambda: 4,
-    )
-    assert [policy.remat for policy in policies.values()] == ["none", "dots", "full"]
-
-
-def test_a_precision_that_is_no_policy_is_refused():
-    with pytest.raises(TypeError, match="mp_policy"):
-        resolve(per_unit={"head": {"mp_policy": "bfloat16"}})
-
-
-@pytest.mark.parametrize(
-    ("given", "kept"),
-    [("bfloat16", "bfloat16"), (jax.numpy.bfloat16, "bfloat16"), (jax.numpy.dtype("float16"), "float16"), (None, None)],
-)
-def test_dtypes_are_kept_as_names(given, kept):
-    policy = MixedPrecisionPolicy(given, reduce_dtype=given, output_dtype=given)
-    assert (policy.param_dtype, policy.reduce_dtype, policy.output_dtype) == (kept, kept, kept)
-
-
-@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype"])
-@pytest.mark.parametrize("dtype", ["int8", "bf16", "float64", "float", object()])
-def test_an_unknown_dtype_lists_the_dtypes(field, dtype):
-    with refusing(field, "float32, bfloat16, float16"):
-        MixedPrecisionPolicy(**{field: dtype})
-
-
-@pytest.mark.parametrize(
-    ("dtype", "used"), [("float32", "bfloat16"), ("float16", "bfloat16"), ("int32", "int32"), ("bool", "bool")]
-)
-def test_only_floating_leaves_are_used_in_another_dtype(dtype, used):
-    assert BF16.use_dtype(dtype) == used
-    assert MixedPrecisionPolicy().use_dtype(dtype) == dtype
+def test_only_floating_leaves_are_used_in_another_dtype():
+    for dtype, used in {"float32": "bfloat16", "float16": "bfloat16", "int32": "int32", "bool": "bool"}.items():
+        assert BF16.use_dtype(dtype) == used
+        assert MixedPrecisionPolicy().use_dtype(dtype) == dtype

@@ -76,22 +76,19 @@ def present(layout: Layout) -> list[Any]:
     return [(leaf, name, stage) for leaf in layout.leaves for name, stage in leaf.stages if stage is not None]
 
 
-@given(LAYOUTS)
-def test_every_stored_shape_divides_into_the_parts_of_every_stage(layout):
+def every_stored_shape_divides_into_the_parts_of_every_stage(layout):
     for leaf, _, stage in present(layout):
         parts = layout.num_parts(stage)
         assert (parts == 1) if leaf.dim is None else leaf.stored_shape[leaf.dim] % parts == 0
 
 
-@given(LAYOUTS)
-def test_the_parts_of_a_stage_are_its_bytes(layout):
+def the_parts_of_a_stage_are_its_bytes(layout):
     for leaf, name, stage in present(layout):
         whole = math.prod(leaf.stored_shape) * item_bytes(stage.dtype)
         assert layout.stage_bytes(leaf, name) * layout.num_parts(stage) == whole
 
 
-@given(LAYOUTS)
-def test_shardings_on_the_split_mesh_cut_as_many_parts_as_the_table_says(layout):
+def shardings_on_the_split_mesh_cut_as_many_parts_as_the_table_says(layout):
     mesh: Any = split_mesh(make_abstract_mesh(dict(layout.mesh_sizes)), layout.sub_axes)  # pyright: ignore
     assert math.prod(mesh.shape.values()) == math.prod(size for _, size in layout.mesh_sizes)
     for leaf, name, stage in present(layout):
@@ -101,15 +98,13 @@ def test_shardings_on_the_split_mesh_cut_as_many_parts_as_the_table_says(layout)
         assert (sharding.memory_kind == HOST) == (stage.memory == HOST)
 
 
-@given(LAYOUTS)
-def test_the_padding_is_less_than_one_part(layout):
+def the_padding_is_less_than_one_part(layout):
     for leaf in layout.leaves:
         finest = max(layout.num_parts(stage) for _, stage in leaf.stages if stage)
         assert 0 <= leaf.padding < finest
 
 
-@given(LAYOUTS)
-def test_no_leaf_is_replicated_but_for_a_reason_that_holds(layout):
+def no_leaf_is_replicated_but_for_a_reason_that_holds(layout):
     for leaf in layout.leaves:
         if leaf.dim is not None:
             continue
@@ -132,8 +127,7 @@ def param_axes(layout: Layout) -> tuple[str, ...]:
     return layout.strategy.axes("param")
 
 
-@given(LAYOUTS)
-def test_each_stage_is_split_within_the_next(layout):
+def each_stage_is_split_within_the_next(layout):
     for leaf in layout.leaves:
         stages = dict(leaf.stages)
         chain = [stages[name] for name in ("kept", leaf.source, "param", "opt")]
@@ -144,8 +138,7 @@ def test_each_stage_is_split_within_the_next(layout):
         assert leaf.stage("use").axes == ()
 
 
-@given(LAYOUTS)
-def test_leaves_have_gradient_and_states_exactly_if_they_are_trained(layout):
+def leaves_have_gradient_and_states_exactly_if_they_are_trained(layout):
     for leaf in layout.leaves:
         stages = dict(leaf.stages)
         assert tuple(stages) == STAGES
@@ -155,8 +148,7 @@ def test_leaves_have_gradient_and_states_exactly_if_they_are_trained(layout):
             assert {stage.dtype for name, stage in leaf.stages if stage and name == "param"} == {leaf.dtype}
 
 
-@given(LAYOUTS)
-def test_gathered_layouts_keep_names_shapes_and_dims(layout):
+def gathered_layouts_keep_names_shapes_and_dims(layout):
     def logical(layout: Layout) -> list[Any]:
         return [(leaf.path, leaf.shape, leaf.stored_shape, leaf.dim, leaf.unit) for leaf in layout.leaves]
 
@@ -165,6 +157,18 @@ def test_gathered_layouts_keep_names_shapes_and_dims(layout):
     for leaf, name, _ in present(gathered):
         if name in ("param", "use", "kept"):
             assert gathered.num_parts(leaf.stage(name)) == 1
+
+
+@given(LAYOUTS)
+def test_what_holds_for_every_layout(layout):
+    every_stored_shape_divides_into_the_parts_of_every_stage(layout)
+    the_parts_of_a_stage_are_its_bytes(layout)
+    shardings_on_the_split_mesh_cut_as_many_parts_as_the_table_says(layout)
+    the_padding_is_less_than_one_part(layout)
+    no_leaf_is_replicated_but_for_a_reason_that_holds(layout)
+    each_stage_is_split_within_the_next(layout)
+    leaves_have_gradient_and_states_exactly_if_they_are_trained(layout)
+    gathered_layouts_keep_names_shapes_and_dims(layout)
 
 
 @given(arguments())

@@ -52,12 +52,6 @@ def growth(leaf: dict[str, Any], dim: int) -> float:
     return (-size % leaf["num_shards"]) / size
 
 
-@given(leaves())
-def test_layer_dims_are_never_split(leaf):
-    choice = choose(leaf)
-    assert choice.dim is None or leaf["stacked"] <= choice.dim < len(leaf["shape"])
-
-
 @given(splittable_leaves(divisible=True))
 def test_a_dim_that_divides_means_no_padding_and_the_first_is_taken(leaf):
     choice = choose(leaf)
@@ -69,26 +63,21 @@ def test_a_dim_that_divides_means_no_padding_and_the_first_is_taken(leaf):
 
 
 @given(splittable_leaves(divisible=False))
-def test_a_padded_dim_is_the_next_multiple_of_the_shards(leaf):
-    choice = choose(leaf)
-    assert choice.dim is not None
-    assert 0 < choice.padding < leaf["num_shards"]
-    assert (leaf["shape"][choice.dim] + choice.padding) % leaf["num_shards"] == 0
-
-
-@given(splittable_leaves(divisible=False))
 def test_where_no_dim_divides_the_leaf_grows_as_little_as_it_can(leaf):
     choice = choose(leaf)
     assert choice.dim is not None
+    assert 0 < choice.padding < leaf["num_shards"]
+    size = leaf["shape"][choice.dim]
+    assert (size + choice.padding) % leaf["num_shards"] == 0
     dims = range(leaf["stacked"], len(leaf["shape"]))
     assert growth(leaf, choice.dim) == min(growth(leaf, dim) for dim in dims)
-    size = leaf["shape"][choice.dim]
     assert f"padded {size} -> {size + choice.padding}" in choice.reason
 
 
 @given(leaves())
 def test_leaves_are_replicated_only_below_min_size_or_without_elements_to_split(leaf):
     choice = choose(leaf)
+    assert choice.dim is None or leaf["stacked"] <= choice.dim < len(leaf["shape"]), "no layer dim is split"
     size = math.prod(per_layer(leaf))
     small = size < leaf["min_size"]
     if small and leaf["num_shards"] > 1:
@@ -107,8 +96,3 @@ def test_a_dim_asked_for_is_taken_whatever_its_size(leaf, data):
     assert choice.dim == dim
     assert choice.padding == -leaf["shape"][dim] % leaf["num_shards"]
     assert choice.reason == f"dim {dim}, as asked"
-
-
-def test_stacked_leaves_are_measured_per_layer():
-    assert choose_dim("w", (1000, 100), 4, stacked=1, min_size=101).dim is None
-    assert choose_dim("w", (1000, 100), 4, stacked=0, min_size=101).dim == 0

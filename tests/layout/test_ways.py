@@ -15,7 +15,7 @@ from jfsdp.layout.mesh import AXES, make_abstract_mesh, make_mesh, node_size, sp
 from jfsdp.layout.strategy import NODE
 from tests import ways
 from tests.layout.tables import make_table
-from tests.refusals import check_facts, refusing
+from tests.refusals import refusing
 
 F, A = ("fsdp",), ("replica", "fsdp")
 LEAVES = {"block.w": (64, 48), "block.scale": (8,), "head": (96, 64)}
@@ -50,34 +50,24 @@ WAYS = {
 @pytest.mark.parametrize("case", WAYS, ids=lambda case: "-".join(map(str, case)))
 def test_a_number_of_devices_takes_the_minor_axes_first(case):
     strategy, replica, fsdp, number = case
-    stage = kept(number, {"replica": replica, "fsdp": fsdp}, strategy)
-    assert (stage.axes, stage.ways, stage.dtype, stage.memory) == (*WAYS[case], "float32", "device")
+    for path in ("block.w", "head"):  # a number holds for the root too
+        stage = kept(number, {"replica": replica, "fsdp": fsdp}, strategy, path)
+        assert (stage.axes, stage.ways, stage.dtype, stage.memory) == (*WAYS[case], "float32", "device")
 
 
-def test_a_number_holds_for_the_root_as_true_does():
-    assert kept(2, path="head") == Stage(F, "float32", ways=2)
-
-
-# replica, fsdp, n -> what is offered instead: the numbers of neighbours in a mesh of these sizes.
-BAD_WAYS = {
-    (1, 8, 3): "8 devices of axes fsdp (sizes 8) into neighbours; use one of 1, 2, 4, 8",
-    (1, 8, 16): "8 devices of axes fsdp (sizes 8) into neighbours; use one of 1, 2, 4, 8",
-    (2, 4, 3): "8 devices of axes replica, fsdp (sizes 2, 4) into neighbours; use one of 1, 2, 4, 8",
-    (3, 4, 6): "12 devices of axes replica, fsdp (sizes 3, 4) into neighbours; use one of 1, 2, 4, 12",
-    (3, 4, 3): "12 devices of axes replica, fsdp (sizes 3, 4) into neighbours; use one of 1, 2, 4, 12",
-    (4, 6, 16): "24 devices of axes replica, fsdp (sizes 4, 6) into neighbours; use one of 1, 2, 3, 6, 12, 24",
-}
-
-
-@pytest.mark.parametrize("case", BAD_WAYS, ids=str)
-def test_a_number_that_does_not_cut_the_mesh_lists_those_that_do(case):
-    replica, fsdp, number = case
-    sizes = {"replica": replica, "fsdp": fsdp}
-    with pytest.raises(ValueError, match="reshard_after_forward") as error:
-        kept(number, sizes)
-    check_facts(str(error.value), "block.w", f"reshard_after_forward={number}", BAD_WAYS[case])
-    for offered in str(error.value).rpartition("use one of ")[2].split(", "):
-        assert kept(int(offered), sizes)
+def test_a_number_that_does_not_cut_the_mesh_lists_those_that_do():
+    """The numbers of neighbours in a mesh of these sizes."""
+    for (replica, fsdp, number), offered in {
+        (1, 8, 16): [1, 2, 4, 8],
+        (2, 4, 3): [1, 2, 4, 8],
+        (3, 4, 6): [1, 2, 4, 12],
+        (4, 6, 16): [1, 2, 3, 6, 12, 24],
+    }.items():
+        sizes = {"replica": replica, "fsdp": fsdp}
+        with refusing("block.w", f"reshard_after_forward={number}", f"use one of {str(offered)[1:-1]}"):
+            kept(number, sizes)
+        for other in offered:
+            assert kept(other, sizes)
 
 
 def test_numbers_that_do_not_divide_each_other_are_refused_with_their_units():
@@ -190,22 +180,15 @@ def test_a_split_mesh_has_the_same_devices_in_the_same_order():
     assert split_mesh(mesh, {}) is mesh
 
 
-SPLIT_SPECS = {
-    "param": (P(("replica", "fsdp_0", "fsdp_1"), None), P(("replica", "fsdp"), None)),
-    "use": (P(None, None), P(None, None)),
-    "grad": (P(("replica", "fsdp_0", "fsdp_1"), None), P(("replica", "fsdp"), None)),
-    "opt": (P(("replica", "fsdp_0", "fsdp_1"), None), P(("replica", "fsdp"), None)),
-}
-
-
-@pytest.mark.parametrize("stage", SPLIT_SPECS)
-def test_specs_name_the_axes_of_the_mesh_that_they_are_for(stage):
+def test_specs_name_the_axes_of_the_mesh_that_they_are_for():
     mesh = make_mesh(replica=2, fsdp=4)
     layout = make_table(LEAVES, "all", reshard=2)
     leaf, parts = layout.by_path["block.w"], split_mesh(mesh, layout.sub_axes)
-    on_parts, on_whole = layout.sharding(parts, leaf, stage), layout.sharding(mesh, leaf, stage)
-    assert (on_parts.spec, on_whole.spec) == SPLIT_SPECS[stage]
-    assert on_parts.is_equivalent_to(on_whole, 2)  # the same part on every device
+    for stage in ("param", "use", "grad", "opt"):
+        on_parts, on_whole = layout.sharding(parts, leaf, stage), layout.sharding(mesh, leaf, stage)
+        axes = (None, None) if stage == "use" else (("replica", "fsdp_0", "fsdp_1"), ("replica", "fsdp"))
+        assert (on_parts.spec, on_whole.spec) == (P(axes[0], None), P(axes[1], None))
+        assert on_parts.is_equivalent_to(on_whole, 2)  # the same part on every device
 
 
 def test_what_is_kept_is_repeated_over_the_far_devices_and_split_over_the_near():
