@@ -71,7 +71,7 @@ def view(device, dtype=jnp.bfloat16, most: int | None = 4, choice="auto", runs=(
         )[0]
 
 
-def test_who_is_told_where_documents_are():
+def test_who_is_told_where_documents_are(monkeypatch):
     """GPUs from Hopper on, where cuDNN takes the query; all others read a mask."""
     hopper = hlo.h100s(1)[0]
     assert isinstance(view(hopper), attention.Documents)
@@ -81,6 +81,8 @@ def test_who_is_told_where_documents_are():
     assert view(hopper, choice="xla").shape == ids
     assert view(hopper, head_size=36).shape == ids
     assert view(hopper, most=None).shape == ids
+    monkeypatch.setattr(attention, "binding", None)  # as in a JAX without it
+    assert view(hopper).shape == ids
 
 
 def test_a_row_of_too_many_documents_is_nan(monkeypatch):
@@ -236,16 +238,8 @@ def test_cudnn_attends_from_ampere_on(monkeypatch, capability, kernel):
     assert attention.choose_attention("auto", query) == kernel
 
 
-def test_a_jax_without_the_binding_takes_a_mask(monkeypatch):
-    monkeypatch.setattr(attention, "binding", None)
-    assert view(hlo.h100s(1)[0]).shape == (2, T)
-
-
-@pytest.mark.parametrize("most", [3, None])
-def test_rows_that_a_model_takes_pass_the_check_on_the_host(most):
-    attention.check_documents(rows_of([[3, 1], [12], []]), most)
-
-
 def test_a_row_of_too_many_documents_is_refused_on_the_host():
     rows = rows_of([[3, 1], [2, 2, 2], []])
+    attention.check_documents(rows, None)
+    attention.check_documents(rows_of([[3, 1], [12], []]), 3)
     refuses(lambda: attention.check_documents(rows, 3), "row 1", "4", "documents_per_row=3")

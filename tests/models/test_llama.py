@@ -149,7 +149,9 @@ def numpy_llama(weights, config, tokens):
 def test_logits_equal_a_naive_numpy_model(variant):
     model = make_model(**VARIANTS[variant])
     tokens = make_tokens(1, 20)
-    expected = numpy_llama(weights_by_name(model), model.config, np.asarray(tokens[0]))
+    weights = weights_by_name(model)
+    assert sum(weight.size for weight in weights.values()) == model.config.num_params
+    expected = numpy_llama(weights, model.config, np.asarray(tokens[0]))
     np.testing.assert_allclose(forward(model, tokens)[0], expected, atol=2e-5, rtol=0)
 
 
@@ -161,6 +163,7 @@ def test_stacked_and_listed_layers_are_the_same_model(variant):
     for name, stack in fresh[0].items():
         if name.startswith("layers."):
             rest = name.removeprefix("layers.")
+            assert not name.endswith("kernel") or not np.allclose(stack[0], stack[1]), name
             np.testing.assert_array_equal(stack, [fresh[1][f"layers.{i}.{rest}"] for i in range(SMALL.num_layers)])
         else:
             np.testing.assert_array_equal(stack, fresh[1][name])
@@ -174,29 +177,12 @@ def test_stacked_and_listed_layers_are_the_same_model(variant):
     np.testing.assert_allclose(forward(stacked, tokens), forward(listed, tokens), atol=1e-5, rtol=0)
 
 
-def test_layers_of_a_stack_are_drawn_independently():
-    kernel = weights_by_name(llama.Llama(SMALL, nnx.Rngs(0)))["layers.attn.q_proj.kernel"]
-    assert kernel.shape == (3, 32, 32)
-    assert not np.allclose(kernel[0], kernel[1])
-    np.testing.assert_allclose(np.std(kernel), 32**-0.5, rtol=0.05)
-
-
-def abstract_params(config):
-    return nnx.state(nnx.eval_shape(lambda: llama.Llama(config, nnx.Rngs(0))), nnx.Param)
-
-
 @pytest.mark.parametrize("name", PUBLISHED_PARAMS)
 def test_parameter_counts_are_the_published_ones(name):
     config = llama.JOBS[name]["config"]
-    leaves = jax.tree.leaves(abstract_params(config))
+    leaves = jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: llama.Llama(config, nnx.Rngs(0))), nnx.Param))
     assert sum(x.size for x in leaves) == config.num_params == PUBLISHED_PARAMS[name]
     assert {x.dtype for x in leaves} == {jnp.dtype("float32")}
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_num_params_counts_every_variant(variant):
-    config = dataclasses.replace(SMALL, **VARIANTS[variant])
-    assert sum(x.size for x in jax.tree.leaves(abstract_params(config))) == config.num_params
 
 
 @pytest.mark.parametrize("scaling", [None, llama_config.RopeScaling(), llama_config.RopeScaling(factor=32.0)])
@@ -243,12 +229,6 @@ def test_padding_changes_neither_logits_nor_loss_nor_gradient():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), grads, padded_grads)
 
 
-def test_document_positions_restart_at_every_change_of_segment():
-    ids = jnp.asarray([[3, 3, 3, 1, 1, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
-    expected = [[0, 1, 2, 0, 1, 0, 0, 1], list(range(8))]
-    np.testing.assert_array_equal(attention.document_positions(ids), expected)
-
-
 def test_given_positions_are_used():
     model = make_model()
     tokens = make_tokens(1, 8)
@@ -257,15 +237,6 @@ def test_given_positions_are_used():
     shifted = forward(model, tokens, None, positions + 100)
     np.testing.assert_allclose(forward(model, tokens), shifted, atol=2e-5)  # only differences matter
     assert not np.allclose(forward(model, tokens), forward(model, tokens, None, 3 * positions), atol=1e-3)
-
-
-def test_no_token_sees_a_later_one():
-    model = make_model()
-    tokens = make_tokens(1, 10)
-    changed = tokens.at[0, 6].add(1) % SMALL.vocab_size
-    before, after = forward(model, tokens), forward(model, changed)
-    np.testing.assert_array_equal(before[:, :6], after[:, :6])
-    assert not np.allclose(before[:, 6:], after[:, 6:], atol=1e-3)
 
 
 def test_a_token_outside_the_vocabulary_is_loud():
@@ -305,22 +276,6 @@ def test_rms_norm_is_float32_inside():
     wide = norm(x.astype(jnp.float32))
     assert norm(x).dtype == jnp.bfloat16
     np.testing.assert_array_equal(norm(x), wide.astype(jnp.bfloat16))
-
-
-@pytest.mark.parametrize("stacked", [True, False])
-def test_layers_run_through_the_call_of_their_class(stacked):
-    """The sharding library swaps the class of each unit of a traced copy; the swap must be felt in every layer."""
-
-    class Skipped(llama.DecoderLayer):
-        def __call__(self, x, rope, mask):
-            return x
-
-    model = make_model(stacked=stacked)
-    tokens = make_tokens()
-    for layer in [model.layers] if stacked else model.layers:
-        layer.__class__ = Skipped
-    without_layers = model.lm_head(model.norm(model.embed(tokens)))
-    np.testing.assert_allclose(forward(model, tokens), without_layers, atol=1e-6)
 
 
 def test_without_segment_ids_no_mask_enters_the_model():
@@ -380,23 +335,6 @@ def test_loss_sums_the_weighted_cross_entropy():
     assert sums.total.dtype == sums.weight.dtype == jnp.float32
 
 
-def test_loss_of_bfloat16_logits_is_taken_in_float32():
-    logits = jax.random.normal(jax.random.key(0), (2, 64, 300), jnp.bfloat16) * 4
-    targets = make_tokens(2, 64)
-    sums = losses.next_token_loss(lambda *_, **__: logits, {"tokens": targets, "targets": targets})
-    wide = losses.next_token_loss(lambda *_, **__: logits.astype(jnp.float32), {"tokens": targets, "targets": targets})
-    assert sums.total.dtype == jnp.float32
-    np.testing.assert_allclose(sums.total, wide.total, rtol=1e-6)
-
-
-def test_default_weights_leave_padding_out():
-    model = make_model()
-    batch = {"tokens": make_tokens(), "targets": make_tokens(seed=4)}
-    assert losses.next_token_loss(model, batch).weight == 24
-    ids = jnp.asarray(np.repeat([[1] * 9 + [0] * 3], 2, axis=0))
-    assert losses.next_token_loss(model, batch | {"segment_ids": ids}).weight == 18
-
-
 def test_decay_spares_norms_and_biases_in_both_storage_forms():
     for stacked in (True, False):
         params = weights_by_name(make_model(qkv_bias=True, qk_norm=True, stacked=stacked))
@@ -429,14 +367,6 @@ def test_every_job_traces_a_loss_and_its_gradient(name):
     for packed in (False, True):
         grads = jax.eval_shape(jax.grad(loss), state, job["batch"](2, 16, packed=packed))
         assert jax.tree.map(lambda x: x.shape, grads) == jax.tree.map(lambda x: x.shape, state)
-
-
-def test_configure_makes_a_new_job_and_leaves_the_old_one():
-    job = llama.JOBS["llama-8b"]["configure"](num_layers=2, stacked=False, attention="xla")
-    assert (job["config"].stacked, job["config"].attention) == (False, "xla")
-    assert job["seq_len"] == llama.JOBS["llama-8b"]["seq_len"]
-    assert job["flops_per_token"](8192) < llama.JOBS["llama-8b"]["flops_per_token"](8192)
-    assert llama.JOBS["llama-8b"]["config"].num_layers == 32
 
 
 @pytest.mark.parametrize(

@@ -199,11 +199,6 @@ def test_dropout_masks_differ_between_calls_and_layers(stacked):
     assert len(distinct) == 1 + 2 * SMALL.num_layers, "each dropout of each layer draws from its own key"
 
 
-def test_without_dropout_and_batch_norm_the_model_has_no_state_but_parameters():
-    _, rest = nnx.state(make_model(), nnx.Param, ...)
-    assert not nnx.to_flat_state(rest)
-
-
 @pytest.mark.parametrize("variant", ["mean", "batch norm"])
 def test_bfloat16_weights_keep_activations_in_bfloat16(variant):
     model = make_model(**VARIANTS[variant])
