@@ -63,16 +63,6 @@ def run_json(capsys, *args: str) -> dict:
     return json.loads(captured.out)
 
 
-def fails_with(capsys, *args: str) -> str:
-    """Run a command that must end with status 2, nothing on stdout and one line of error; return that line."""
-    assert main(args) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("jfsdp: error: ")
-    assert captured.err.count("\n") == 1
-    return captured.err
-
-
 def test_ctrl_c_ends_a_command_in_one_line(monkeypatch, capsys):
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -99,18 +89,11 @@ def test_text_has_a_line_for_every_leaf_and_the_totals(capsys):
     table = run_json(capsys, *TINY, "--strategy", "zero1")
     assert main([*TINY, "--strategy", "zero1"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("zero1 on fsdp=8: ")
     for row in table["leaves"]:
         (line,) = [line for line in lines if line.startswith(row["path"] + " ")]
-        assert line.rstrip().endswith(row["reason"])
-        assert f" {row['bytes_per_device']:,} " in line
-        assert f" {' '.join(map(str, row['shape']))} " in line
-    for unit in table["units"]:
-        assert any(line.startswith((unit["name"] or "(root)") + " ") and unit["class"] in line for line in lines)
-    totals = "\n".join(lines[-2:])
-    assert f"state per device: {table['state_bytes_per_device']:,} bytes" in totals
-    assert f"padding {table['padding_bytes_per_device']:,}" in totals
-    assert f"replicated {table['replicated_bytes_per_device']:,} bytes" in totals
+        check_facts(line, row["reason"], f" {row['bytes_per_device']:,} ", " ".join(map(str, row["shape"])))
+    totals = [f"{table[f'{name}_bytes_per_device']:,}" for name in ("state", "padding", "replicated")]
+    check_facts("\n".join(lines[-2:]), *totals)
 
 
 def test_options_reach_the_layout(capsys):
@@ -129,22 +112,12 @@ def test_options_reach_the_layout(capsys):
 
 
 def test_frozen_leaves_and_stages_of_the_strategy_are_shown(capsys):
-    args = (*TINY, "--frozen", "embed", "--frozen", "lm_head,norm")
-    table = run_json(capsys, *args)
+    table = run_json(capsys, *TINY, "--frozen", "embed", "--frozen", "lm_head,norm")
     frozen = {row["path"] for row in table["leaves"] if not row["trainable"]}
     assert frozen == {"embed.embedding", "lm_head.kernel", "norm.scale"}
     assert table["num_frozen_parameters"] == 2 * 264 * 128 + 128
-    assert table["strategy_stages"] == {
-        "param": "group",
-        "grad": "group",
-        "opt": "group",
-        "reshard_after_forward": "true",
-    }
-    assert main(args) == 0
-    lines = capsys.readouterr().out.splitlines()
-    check_facts(lines[1], "full_shard", "param group", "grad group", "opt group", "reshard_after_forward true")
-    assert lines[2].startswith("program manual: ")
-    check_facts(lines[3], "frozen", "67,712")
+    stages = dict.fromkeys(("param", "grad", "opt"), "group")
+    assert table["strategy_stages"] == stages | {"reshard_after_forward": "true"}
 
 
 def test_what_is_offloaded_is_shown_on_the_host(capsys):
@@ -153,10 +126,6 @@ def test_what_is_offloaded_is_shown_on_the_host(capsys):
     assert host == table["host_param_bytes_per_device"] + table["host_opt_bytes_per_device"] > 0
     assert host == sum(row["host_bytes_per_device"] for row in table["leaves"])
     assert host + table["state_bytes_per_device"] == plain["state_bytes_per_device"]
-    assert main([*TINY, "--offload", "opt_state,params"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "GiB in host memory" in lines[0]
-    assert f"in host memory, per device: {host:,} bytes" in lines[-2]
 
 
 def test_absurd_settings_are_warned_of_in_the_last_lines(capsys):
@@ -185,56 +154,37 @@ def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
 
 
 @pytest.mark.parametrize(
-    ("args", "message"),
+    ("args", "facts"),
     [
-        (("--model", "llama-9b"), "model 'llama-9b' is unknown; the models are "),
-        (
-            ("--model", "llama-tiny", "--strategy", "zero4"),
-            "--strategy 'zero4' is unknown (did you mean 'zero3'?); the strategies are ddp, zero1",
-        ),
-        (
-            ("--model", "llama-tiny", "--param-dtype", "int8"),
-            "--param-dtype 'int8' is not one of float32, bfloat16, float16",
-        ),
-        (
-            ("--model", "llama-tiny", "--mesh", "data=8"),
-            "mesh axis 'data' is unknown; the axes are pipe, replica, fsdp",
-        ),
-        (("--model", "llama-tiny", "--mesh", "eight"), "'eight' is not AXIS=SIZE"),
-        (("--model", "llama-tiny", "--reshard-after-forward", "node"), "pass --reshard-after-forward n"),
-        (("--model", "llama-tiny", "--strategy", "HYBRID_SHARD"), "use mesh replica=2,fsdp=4"),
-        (("--model", "llama-tiny", "--strategy", "ddp", "--opt-over", "fsdp"), "--opt-over"),
-        (("--model", "llama-tiny", "--remat", "some"), "--remat 'some': unknown; use none, full, dots, names:a,b"),
-        (("--model", "llama-tiny", "--offload", "all"), "--offload 'all': 'all' is unknown; use any of params, grads"),
-        (("--model", "llama-tiny", "--frozen", "head"), "--frozen 'head' matches no parameter; parameters: embed"),
-        (("--model", "llama-tiny", "--ema", "2"), "--ema 2.0 must be at least 0 and below 1"),
-        (
-            ("--model", "llama-tiny", "--sync", "last", "--accumulate", "2", "--program", "xla"),
-            "--sync last: --program xla leaves",
-        ),
-        (("--model", "llama-tiny", "--storage", "flat", "--program", "xla"), "or use --program manual"),
-        (("--model", "llama-tiny", "--mesh", "fsdp=-1"), "a mesh without devices needs every size"),
-        (("--model", "llama-tiny", "--model-config", "layers=2"), "job 'llama-tiny': "),
-        (("--model", "llama-tiny", "--model-config", "layers"), "--model-config 'layers': 'layers' is not KEY=VALUE"),
-        ((), "give exactly one of --model NAME and --factory module:function"),
-        (("--model", "llama-tiny", "--factory", "a:b"), "give exactly one of --model NAME and --factory"),
-        (("--factory", "explained_jobs:none"), "module explained_jobs has no 'none'"),
-        (("--factory", "explained_jobs"), "factory 'explained_jobs' is not module:function"),
-        (("--factory", "not_there_at_all:make"), "no module named 'not_there_at_all'"),
-        (("--factory", "explained_jobs:misspelt"), "unknown fields ['unit'], missing fields ['units']"),
-        (
-            ("--factory", "explained_jobs:nothing_matches"),
-            "unit 'layers.*' matches no module; classes: Linear, Net; paths: ",
-        ),
+        ("--model llama-9b", ["'llama-9b'", "llama-tiny"]),
+        ("--model llama-tiny --strategy zero4", ["--strategy 'zero4'", "did you mean 'zero3'?", "ddp, zero1"]),
+        ("--model llama-tiny --param-dtype int8", ["--param-dtype 'int8'", "float32, bfloat16, float16"]),
+        ("--model llama-tiny --mesh data=8", ["'data'", "pipe, replica, fsdp"]),
+        ("--model llama-tiny --mesh fsdp=-1", ["a mesh without devices needs every size"]),
+        ("--model llama-tiny --reshard-after-forward node", ["--reshard-after-forward n"]),
+        ("--model llama-tiny --strategy HYBRID_SHARD", ["replica=2,fsdp=4"]),
+        ("--model llama-tiny --strategy ddp --opt-over fsdp", ["--opt-over"]),
+        ("--model llama-tiny --frozen head", ["--frozen 'head'", "embed"]),
+        ("--model llama-tiny --storage flat --program xla", ["--program manual"]),
+        ("--model llama-tiny --model-config layers=2", ["job 'llama-tiny': "]),
+        ("", ["--model NAME", "--factory module:function"]),
+        ("--factory explained_jobs:none", ["explained_jobs", "'none'"]),
+        ("--factory explained_jobs:misspelt", ["['unit']", "['units']"]),
+        ("--factory explained_jobs:nothing_matches", ["'layers.*'", "Linear, Net"]),
     ],
 )
-def test_bad_input_ends_with_status_2_and_one_line(capsys, factory, args, message):
-    assert message in fails_with(capsys, "explain", *args)
+def test_bad_input_ends_with_status_2_and_one_line(capsys, factory, args, facts):
+    """Run a command that must end with status 2, nothing on stdout and one line of error."""
+    assert main(["explain", *args.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("jfsdp: error: ")
+    assert captured.err.count("\n") == 1
+    check_facts(captured.err, *facts)
 
 
-@pytest.mark.parametrize("args", [("--version",), ("-V",)])
-def test_version_is_printed(capsys, args):
-    assert main(args) == 0
+def test_version_is_printed(capsys):
+    assert main(("--version",)) == 0
     assert capsys.readouterr().out == f"jfsdp {jfsdp.__version__}\n"
 
 
@@ -246,16 +196,6 @@ def test_without_a_subcommand_the_error_stream_lists_them_and_the_status_is_2(ca
     out, err = capsys.readouterr()
     assert out == ""
     assert command in err
-
-
-@pytest.mark.parametrize("args", [("explore",), ("--modle", "llama-tiny"), ("explain", "--min-size", "many")])
-def test_arguments_that_do_not_parse_end_with_status_2(capsys, args):
-    with pytest.raises(SystemExit) as end:
-        main(args)
-    assert end.value.code == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err
 
 
 def test_what_the_library_says_aloud_is_told_once(capsys, factory):

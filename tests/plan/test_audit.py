@@ -12,7 +12,7 @@ import jfsdp
 from jfsdp.engine.engine import Engine
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.mesh import make_abstract_mesh
-from jfsdp.plan.traffic.audit import audit, read_module
+from jfsdp.plan.traffic.audit import audit
 from jfsdp.testing import assert_collectives
 from jfsdp.train.step import step as step_module
 from tests.plan import programs
@@ -256,14 +256,6 @@ def test_fewer_bytes_than_theory_are_a_note_and_no_finding():
     report = audit(text, layout, spec=spec_of(layout, accumulate=2))
     assert report.is_ok
     assert "fewer bytes than theory" in report.notes[0]
-
-
-def test_a_saved_file_is_read_by_its_path(tmp_path):
-    text, layout = clean()
-    (tmp_path / "step.hlo.txt").write_text(text)
-    assert audit(tmp_path / "step.hlo.txt", layout).is_ok
-    assert audit(str(tmp_path / "step.hlo.txt"), layout).is_ok
-    assert audit(read_module(text), layout).is_ok, "what is parsed already is not parsed again"
 
 
 def test_a_layout_of_another_mesh_is_refused():

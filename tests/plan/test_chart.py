@@ -8,13 +8,7 @@ from typing import Any
 import matplotlib
 import pytest
 
-from jfsdp.plan.cluster import hardware
-from jfsdp.plan.hlo.collectives import find_collectives
-from jfsdp.plan.hlo.parse import parse_module
-from jfsdp.plan.time.chart import collective_units, draw_timeline, find_panels, plot_timeline
-from jfsdp.plan.time.timeline import Rates, simulate
-from jfsdp.plan.traffic.ledger import make_ledger
-from tests.plan.programs import program
+from jfsdp.plan.time.chart import draw_timeline, find_panels, plot_timeline
 from tests.plan.test_timeline import COPY, DOT, done, loop, start, timeline
 
 
@@ -34,10 +28,6 @@ def bars(axes):
         lane = lanes[(boxes[0].y0 + boxes[0].y1) / 2]
         found[lane, collection.get_label()] = [(round(box.x0), round(box.x1)) for box in boxes]
     return found
-
-
-def texts(axes):
-    return [text.get_text() for text in axes.texts]
 
 
 def test_the_step_comes_first_and_then_each_loop_with_its_times(clock):
@@ -71,17 +61,3 @@ def test_the_picture_of_a_plan_knows_which_collectives_run_over_tensor(clock, tm
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         plot_timeline(plan, path)
     assert re.findall(">(compute|wire|tensor)<", path.read_text()) == ["compute", "compute", "wire", "tensor"]
-
-
-@pytest.mark.proof
-def test_collectives_of_a_compiled_step_bear_the_names_of_their_units():
-    text, layout = program()
-    module = parse_module(text)
-    collectives = find_collectives(module, 8)
-    units = collective_units(make_ledger(layout, collectives, gpus_per_node=8))
-    assert set(units.values()) == {"root", "layers"}
-    clock = simulate(module, collectives, Rates(hardware.Cluster(hardware.find_gpu("h100"))))
-    named = [event for event in clock.events if event.name in units and event.lane == "wire"]
-    assert {event.kind for event in named} == {"all-gather", "reduce-scatter"}
-    drawn = [text for axes in draw_timeline(clock, units).axes for text in texts(axes)]
-    assert {"root", "layers"} <= set(drawn)

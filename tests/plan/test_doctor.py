@@ -150,17 +150,6 @@ def test_what_plan_lacks_is_a_note_with_what_to_install():
     assert "cuDNN's wheel" in only(LAPTOP, versions=VERSIONS | {"nvidia-cudnn-cu12": None}).text
 
 
-@pytest.mark.parametrize("platforms", ["", pytest.param("cpu", marks=pytest.mark.proof)])
-def test_an_unknown_flag_is_named_although_it_ends_every_process_of_jax(platforms):
-    """Without a platform, the CUDA plugin complains first where there is no driver; that is not what ends JAX."""
-    env = os.environ | {"XLA_FLAGS": "--xla_no_such_flag=1", "JAX_PLATFORMS": platforms}
-    probe = probe_jax(env, timeout_s=120)
-    check_facts(probe.error, "XLA_FLAGS", "--xla_no_such_flag=1")
-    assert probe.backend, "asked again without the flag"
-    finding = only(probe=probe)
-    assert finding.severity is Severity.PROBLEM and finding.topic == "XLA_FLAGS"
-
-
 def test_a_bad_value_of_a_flag_is_named():
     probe = probe_jax(os.environ | {"XLA_FLAGS": "--xla_gpu_autotune_level=abc"}, timeout_s=120)
     check_facts(probe.error, "abc", "xla_gpu_autotune_level")

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jfsdp.plan.cluster.hardware import GPUS, Cluster, find_gpu, host_bandwidth, link_bandwidth, matmul_rate
+from jfsdp.plan.cluster.hardware import GPUS, Cluster, find_gpu, link_bandwidth, matmul_rate
 from jfsdp.trainer.run.metrics import peak_flops
 from tests.refusals import refuses, refusing
 
@@ -81,11 +81,6 @@ def test_an_unknown_dtype_is_refused():
         find_gpu("h100").peak_flops("int4")
 
 
-@pytest.mark.parametrize(("size", "rate"), [(8, 129e9), (32, 259e9), (128, 344e9), (2048, 402e9)])
-def test_links_of_eight_h100_run_at_the_measured_rates(size, rate):
-    assert link_bandwidth(find_gpu("h100"), size * MIB, True) == pytest.approx(rate)
-
-
 def test_between_measured_sizes_the_rate_is_between_the_measured_rates():
     middle = link_bandwidth(find_gpu("h100"), 64 * MIB, True)
     assert middle == pytest.approx((259e9 + 344e9) / 2)  # halfway in log(size)
@@ -123,14 +118,6 @@ def test_between_racks_all_their_adapters_work_and_nvlink_is_the_limit():
     assert link_bandwidth(gb200, 2**36, False, members_per_node=4) == pytest.approx(4 * 50e9 * 0.85, rel=0.01)
 
 
-def test_pinned_host_memory_is_reached_at_the_measured_rate():
-    assert host_bandwidth(find_gpu("h100")) == pytest.approx(55e9, rel=0.01)
-
-
-def test_a_matmul_of_4096_on_an_h100_runs_at_the_measured_rate():
-    assert matmul_rate(find_gpu("h100"), "bfloat16", 4096, 4096, 4096) == pytest.approx(780e12)
-
-
 @pytest.mark.parametrize("gpu", GPUS, ids=lambda gpu: gpu.name)
 @pytest.mark.parametrize("dtype", ["bfloat16", "tf32", "float32"])
 def test_matmuls_stay_below_the_peak_and_small_ones_waste(gpu, dtype):
@@ -159,6 +146,7 @@ def test_a_cluster_counts_its_devices_and_domains():
     assert not cluster.spans_nodes(range(8, 16))
     assert cluster.spans_nodes([7, 8])
     assert not cluster.spans_nodes([])
+    assert Cluster(find_gpu("h100"), nodes=2, gpus_per_node=4).num_domains == 2, "smaller nodes do not join"
 
 
 def test_the_rack_of_an_nvl72_counts_as_one_node():
@@ -169,10 +157,6 @@ def test_the_rack_of_an_nvl72_counts_as_one_node():
     part = Cluster(find_gpu("gb200"), nodes=32)  # 18 trays of 4 GPUs would fit, and do not divide 32
     assert (part.num_domains, part.devices_per_domain) == (2, 64)
     assert Cluster(find_gpu("gb200"), nodes=4).num_domains == 1
-
-
-def test_smaller_nodes_of_other_gpus_do_not_join():
-    assert Cluster(find_gpu("h100"), nodes=2, gpus_per_node=4).num_domains == 2
 
 
 def test_a_group_gets_the_bandwidth_of_the_links_it_uses():
@@ -199,8 +183,3 @@ def test_impossible_clusters_are_refused_with_the_remedy(given, message):
 def test_a_device_that_a_cluster_does_not_have_is_refused():
     with pytest.raises(ValueError, match="device 72 is not in a cluster of 72 GPUs"):
         Cluster(find_gpu("gb200"), nodes=18).spans_nodes([72])
-
-
-def test_gpus_are_frozen():
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        find_gpu("h100").clock_ghz = 3.0  # pyright: ignore[reportAttributeAccessIssue]

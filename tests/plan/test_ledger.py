@@ -67,18 +67,13 @@ def test_rows_say_which_axes_and_whether_nodes_are_crossed():
     assert {row.axes for row in found.rows} == {("fsdp",)}
     text, layout = programs.program(mesh=GROUPS, accumulate=2)
     rows = ledger_of(layout, text, accumulate=2).rows
-    assert {row.axes for row in rows if row.kind == "all-reduce" and row.what == "gradients"} == {("replica",)}
-    assert {row.crosses_nodes for row in rows if row.measured_bytes} == {None}
-
-
-def test_what_is_gathered_are_parameters_and_what_is_reduced_gradients():
-    text, layout = programs.program(mesh=GROUPS, accumulate=2)
-    rows = [row for row in ledger_of(layout, text, accumulate=2).rows if row.what in ("parameters", "gradients")]
-    assert {(row.what, row.kind) for row in rows} == {
+    assert {(row.what, row.kind) for row in rows if row.what in ("parameters", "gradients")} == {
         ("parameters", "all-gather"),
         ("gradients", "reduce-scatter"),
         ("gradients", "all-reduce"),
     }
+    assert {row.axes for row in rows if row.kind == "all-reduce" and row.what == "gradients"} == {("replica",)}
+    assert {row.crosses_nodes for row in rows if row.measured_bytes} == {None}
 
 
 def test_padding_is_a_row_of_its_own():
@@ -92,15 +87,14 @@ def test_padding_is_a_row_of_its_own():
     assert found.wire_ratio == pytest.approx(1, abs=NORMS)
 
 
-def layout(strategy="full_shard", mesh=(("fsdp", 8),), **options):
-    task = programs.job()
+def layout(strategy="full_shard", mesh=(("fsdp", 8),), **config):
+    task = programs.job(**config)
     return fully_shard(
         task.model,
         mesh=make_abstract_mesh(dict(mesh)),
         strategy=strategy,
         units=task.units,
         mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
-        **options,
     ).layout
 
 
@@ -111,15 +105,14 @@ def collective(kind, *shapes, dtype="bf16", op_name="", count=1, group=tuple(ran
 
 
 UP, QUERY, EMBEDDING = (1024, 2048), (1024, 1024), (4096, 1024)
+MLP = {f"layers.mlp.{name}_proj.kernel" for name in ("up", "gate", "down")}
 BACKWARD = "jit(_step)/transpose(jvp(transpose(jvp())))/while/body"
 
 
 @pytest.mark.parametrize(
     ("shape", "paths"),
     [
-        (UP, {"layers.mlp.up_proj.kernel", "layers.mlp.gate_proj.kernel", "layers.mlp.down_proj.kernel"}),
-        (UP[::-1], {"layers.mlp.up_proj.kernel", "layers.mlp.gate_proj.kernel", "layers.mlp.down_proj.kernel"}),
-        ((2, *UP), {"layers.mlp.up_proj.kernel", "layers.mlp.gate_proj.kernel", "layers.mlp.down_proj.kernel"}),
+        *((shape, MLP) for shape in (UP, UP[::-1], (2, *UP))),
         ((1, *QUERY), {"layers.attn.q_proj.kernel", "layers.attn.o_proj.kernel"}),
         ((math.prod(EMBEDDING),), {"embed.embedding", "lm_head.kernel"}),
     ],
@@ -131,20 +124,11 @@ def test_an_array_without_a_name_is_known_by_its_shape(shape, paths):
 
 def test_equal_shapes_are_dealt_out_by_what_theory_still_expects():
     found = make_ledger(layout(), [collective("reduce-scatter", UP, count=2) for _ in range(3)])
-    assert {part.path for part in found.parts} == {
-        "layers.mlp.up_proj.kernel",
-        "layers.mlp.gate_proj.kernel",
-        "layers.mlp.down_proj.kernel",
-    }
+    assert {part.path for part in found.parts} == MLP
 
 
 def test_a_scope_outweighs_what_theory_expects():
-    table = fully_shard(
-        programs.job(stacked=False).model,
-        mesh=make_abstract_mesh({"fsdp": 8}),
-        units=programs.job().units,
-        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
-    ).layout
+    table = layout(stacked=False)
     name = f"{BACKWARD}/jfsdp.gather.layers.1/sharding_constraint"
     found = make_ledger(table, [collective("all-gather", QUERY, op_name=name) for _ in range(3)])
     assert [part.unit for part in found.parts] == ["layers.1"] * 3

@@ -145,11 +145,3 @@ def test_a_cut_weight_that_arrives_whole_along_the_axis_is_too_large():
     whole = tuple(size * (2 if dim == cut.dim else 1) for dim, size in enumerate(shard))
     assert excess_elements(layout, leaf, "param", shard) == 0
     assert excess_elements(layout, leaf, "param", whole) == math.prod(shard)
-
-
-@pytest.mark.proof
-def test_without_the_axis_nothing_is_the_models_own():
-    module, layout, trace = program("manual", 16, 1)
-    found = make_ledger(layout, find_collectives(module, NUM_DEVICES), trace=trace)
-    assert found.own_bytes == found.own_bytes_theory == 0
-    assert OWN not in {row.what for row in found.rows}

@@ -62,139 +62,46 @@ def test_llama_8b_on_64_is_29_551_gathered_and_15_810_scattered():
     assert [round(size / 1e9, 3) for size in found.values()] == [29.551, 15.810]
 
 
+def flat(gathered, scattered, size=2):
+    """What is gathered and scattered over all devices, in elements of so many bytes."""
+    return {("all-gather", NUM): size * gathered * SHARE, ("reduce-scatter", NUM): size * scattered * SHARE}
+
+
+def grouped(gathered, scattered):
+    """The same in groups; between the 8 groups an all-reduce of the shard, once."""
+    inside = {("all-gather", GROUP): 2 * gathered * GROUP_SHARE, ("reduce-scatter", GROUP): 2 * scattered * GROUP_SHARE}
+    return inside | {("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP}
+
+
+FOUR, KEPT, ONCE = {"accumulate": 4}, {"reshard_after_backward": False}, {"sync": "last"}
+IN_GROUPS, SUMMED = {"mesh": GROUPS}, {("all-reduce", NUM): 4 * P * SHARE}
+ROOT_ALONE = {"reshard_after_forward": GROUP, "per_unit": (("", (("reshard_after_forward", False),)),)}
+HPZ = {("all-gather", NUM): 2 * P * SHARE, ("all-gather", GROUP): 2 * (P - ROOT) * GROUP_SHARE}
+# The working copy is gathered in the group, and once per step between groups from the finer master. Gradients are
+# scattered in the group, and what is left of them between groups: as many bytes as over all at once.
+HFSDP = {("all-gather", GROUP): 2 * (2 * P - ROOT + P / GROUP) * GROUP_SHARE, ("reduce-scatter", GROUP): 2 * P * SHARE}
 CASES: dict[str, Any] = {
-    "ddp": ("ddp", {}, {}, {("all-reduce", NUM): 4 * P * SHARE}),
-    "ddp, accumulated": ("ddp", {}, {"accumulate": 4}, {("all-reduce", NUM): 4 * 4 * P * SHARE}),
-    "ddp once": ("ddp", {}, {"accumulate": 4, "sync": "last"}, {("all-reduce", NUM): 4 * P * SHARE}),
-    "zero1": ("zero1", {}, {}, {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE}),
-    "zero1, accumulated: once by its table": (
-        "zero1",
-        {},
-        {"accumulate": 4},
-        {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE},
-    ),
-    "zero2, accumulated": (
-        "zero2",
-        {},
-        {"accumulate": 4},
-        {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 4 * 2 * P * SHARE},
-    ),
-    "full_shard kept": (
-        "SHARD_GRAD_OP",
-        {},
-        {},
-        {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE},
-    ),
-    "full_shard, accumulated": (
-        "full_shard",
-        {},
-        {"accumulate": 4},
-        {("all-gather", NUM): 4 * 2 * (2 * P - ROOT) * SHARE, ("reduce-scatter", NUM): 4 * 2 * P * SHARE},
-    ),
-    "full_shard, parameters kept over microbatches": (
-        "full_shard",
-        {},
-        {"accumulate": 4, "reshard_after_backward": False},
-        {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 4 * 2 * P * SHARE},
-    ),
-    "full_shard, parameters kept, reduced once": (
-        "full_shard",
-        {},
-        {"accumulate": 4, "reshard_after_backward": False, "sync": "last"},
-        {("all-gather", NUM): 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE},
-    ),
-    "replicas": (
-        "full_shard",
-        {"mesh": GROUPS},
-        {"accumulate": 4},
-        {
-            ("all-gather", GROUP): 4 * 2 * (2 * P - ROOT) * GROUP_SHARE,
-            # the group's reduce-scatter every microbatch; between the 8 groups, an all-reduce of the shard once
-            ("reduce-scatter", GROUP): 4 * 2 * P * GROUP_SHARE,
-            ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
-        },
-    ),
-    "replicas, parameters kept over microbatches": (
-        "full_shard",
-        {"mesh": GROUPS},
-        {"accumulate": 4, "reshard_after_backward": False},
-        {
-            ("all-gather", GROUP): 2 * P * GROUP_SHARE,
-            ("reduce-scatter", GROUP): 4 * 2 * P * GROUP_SHARE,
-            ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
-        },
-    ),
-    "replicas, kept": (
-        "full_shard",
-        {"mesh": GROUPS, "reshard_after_forward": False},
-        {},
-        {
-            ("all-gather", GROUP): 2 * P * GROUP_SHARE,
-            ("reduce-scatter", GROUP): 2 * P * GROUP_SHARE,
-            ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
-        },
-    ),
-    "zero1 with replicas, accumulated": (
-        "zero1",
-        {"mesh": GROUPS},
-        {"accumulate": 4},
-        {
-            # all once: the reduce-scatter in the group, the all-reduce of the shard between groups, the update's gather
-            ("all-gather", GROUP): 2 * P * GROUP_SHARE,
-            ("reduce-scatter", GROUP): 2 * P * GROUP_SHARE,
-            ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
-        },
-    ),
-    "zero2 with replicas, accumulated": (
-        "zero2",
-        {"mesh": GROUPS},
-        {"accumulate": 4},
-        {
-            ("all-gather", GROUP): 2 * P * GROUP_SHARE,
-            ("reduce-scatter", GROUP): 4 * 2 * P * GROUP_SHARE,
-            ("all-reduce", NUM // GROUP): 2 * GROUP_SHARE * 2 * P / GROUP,
-        },
-    ),
-    "ddp with replicas": ("ddp", {"mesh": GROUPS}, {}, {("all-reduce", NUM): 4 * P * SHARE}),
-    "hfsdp": (
-        "full_shard",
-        {"mesh": GROUPS, "opt_over": ("replica", "fsdp")},
-        {},
-        {
-            # the working copy is gathered in the group, and once per step between groups from the finer master
-            ("all-gather", GROUP): 2 * (2 * P - ROOT) * GROUP_SHARE + 2 * P / GROUP * GROUP_SHARE,
-            # in the group, and what is left of it between groups: as many bytes as over all at once
-            ("reduce-scatter", GROUP): 2 * P * SHARE,
-        },
-    ),
-    "hpz": (
-        "full_shard",
-        {"reshard_after_forward": GROUP, "per_unit": (("", (("reshard_after_forward", False),)),)},
-        {},
-        {
-            ("all-gather", NUM): 2 * P * SHARE,
-            ("all-gather", GROUP): 2 * (P - ROOT) * GROUP_SHARE,
-            ("reduce-scatter", NUM): 2 * P * SHARE,
-        },
-    ),
-    "a resharded root": (
-        "full_shard",
-        {"per_unit": (("", (("reshard_after_forward", True),)),)},
-        {},
-        {("all-gather", NUM): 2 * 2 * P * SHARE, ("reduce-scatter", NUM): 2 * P * SHARE},
-    ),
-    "float32": (
-        "full_shard",
-        {"param_dtype": None},
-        {},
-        {("all-gather", NUM): 4 * (2 * P - ROOT) * SHARE, ("reduce-scatter", NUM): 4 * P * SHARE},
-    ),
-    "float32 zero1 keeps no copy, and gathers the master": (
-        "zero1",
-        {"param_dtype": None},
-        {},
-        {("all-gather", NUM): 4 * P * SHARE, ("reduce-scatter", NUM): 4 * P * SHARE},
-    ),
+    "ddp": ("ddp", {}, {}, SUMMED),
+    "ddp, accumulated": ("ddp", {}, FOUR, {("all-reduce", NUM): 4 * 4 * P * SHARE}),
+    "ddp once": ("ddp", {}, FOUR | ONCE, SUMMED),
+    "zero1": ("zero1", {}, {}, flat(P, P)),
+    "zero1, accumulated: once by its table": ("zero1", {}, FOUR, flat(P, P)),
+    "zero2, accumulated": ("zero2", {}, FOUR, flat(P, 4 * P)),
+    "full_shard kept": ("SHARD_GRAD_OP", {}, {}, flat(P, P)),
+    "full_shard, accumulated": ("full_shard", {}, FOUR, flat(4 * (2 * P - ROOT), 4 * P)),
+    "full_shard, parameters kept over microbatches": ("full_shard", {}, FOUR | KEPT, flat(P, 4 * P)),
+    "full_shard, parameters kept, reduced once": ("full_shard", {}, FOUR | KEPT | ONCE, flat(P, P)),
+    "replicas": ("full_shard", IN_GROUPS, FOUR, grouped(4 * (2 * P - ROOT), 4 * P)),
+    "replicas, parameters kept over microbatches": ("full_shard", IN_GROUPS, FOUR | KEPT, grouped(P, 4 * P)),
+    "replicas, kept": ("full_shard", IN_GROUPS | {"reshard_after_forward": False}, {}, grouped(P, P)),
+    "zero1 with replicas, accumulated": ("zero1", IN_GROUPS, FOUR, grouped(P, P)),
+    "zero2 with replicas, accumulated": ("zero2", IN_GROUPS, FOUR, grouped(P, 4 * P)),
+    "ddp with replicas": ("ddp", IN_GROUPS, {}, SUMMED),
+    "hfsdp": ("full_shard", IN_GROUPS | {"opt_over": ("replica", "fsdp")}, {}, HFSDP),
+    "hpz": ("full_shard", ROOT_ALONE, {}, HPZ | {("reduce-scatter", NUM): 2 * P * SHARE}),
+    "a resharded root": ("full_shard", {"per_unit": (("", (("reshard_after_forward", True),)),)}, {}, flat(2 * P, P)),
+    "float32": ("full_shard", {"param_dtype": None}, {}, flat(2 * P - ROOT, P, 4)),
+    "float32 zero1 keeps no copy, and gathers the master": ("zero1", {"param_dtype": None}, {}, flat(P, P, 4)),
 }
 
 

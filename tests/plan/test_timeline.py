@@ -1,7 +1,6 @@
 """The clock, on hand-written schedules whose answer is known; and what instructions are counted as."""
 
 import dataclasses
-import itertools
 
 import pytest
 
@@ -72,41 +71,29 @@ def exposed(found):
     return {one.collective.name: one.exposed_s for one in found.collectives}
 
 
-def test_a_start_directly_followed_by_its_done_is_exposed():
-    found = timeline(f"%a {DOT}", start("g"), done("g"), f"%b {DOT}")
-    assert exposed(found) == {"g": 6}
-    assert found.step_s == 26
+PLAIN = "%g = f32[64,8]{1,0} all-gather(%x), replica_groups={}, dimensions={0}"
+A, B, C = f"%a {DOT}", f"%b {DOT}", f"%c {COPY}"
+
+
+@pytest.mark.parametrize(
+    ("lines", "wire", "wanted", "step_s"),
+    [
+        ((A, start("g"), done("g"), B), 6, {"g": 6}, 26),
+        ((start("g", sync=True), A, done("g")), 6, {"g": 6}, 16),
+        ((A, PLAIN, B), 6, {"g": 6}, 26),
+        ((start("g"), A, done("g")), 6, {"g": 0}, 10),
+        ((start("g"), A, C, done("g")), 14, {"g": 3}, 14),  # exposed by what is longer than the compute between
+        ((start("g"), start("h"), A, done("g"), done("h")), 6, {"g": 0, "h": 2}, 12),  # no matmul is claimed twice
+        ((start("g"), start("h"), done("h"), A, done("g")), 6, {"g": 6, "h": 6}, 22),  # waits for those before it
+    ],
+)
+def test_what_no_compute_hides_is_exposed(lines, wire, wanted, step_s):
+    found = timeline(*lines, rates=Clockwork(wire=wire))
+    assert exposed(found) == wanted
+    assert found.step_s == step_s
+    assert (found.wire_s, found.exposed_s) == (wire * len(wanted), sum(wanted.values()))
+    assert all(one.hidden_s + one.exposed_s == wire for one in found.collectives)
     assert found.overlapped_share is None, "no collective is in a loop"
-
-
-def test_a_synchronous_collective_is_exposed_whatever_stands_before_its_done():
-    assert exposed(timeline(start("g", sync=True), f"%a {DOT}", done("g"))) == {"g": 6}
-    plain = "%g = f32[64,8]{1,0} all-gather(%x), replica_groups={}, dimensions={0}"
-    assert exposed(timeline(f"%a {DOT}", plain, f"%b {DOT}")) == {"g": 6}
-
-
-def test_a_matmul_between_hides_it():
-    found = timeline(start("g"), f"%a {DOT}", done("g"))
-    (one,) = found.collectives
-    assert (one.hidden_s, one.exposed_s, one.num_matmuls_between) == (6, 0, 1)
-    assert found.step_s == 10
-
-
-def test_what_is_longer_than_the_compute_between_is_exposed_by_the_rest():
-    found = timeline(start("g"), f"%a {DOT}", f"%c {COPY}", done("g"), rates=Clockwork(wire=14))
-    (one,) = found.collectives
-    assert (one.hidden_s, one.exposed_s, found.step_s) == (11, 3, 14)
-
-
-def test_two_collectives_cannot_claim_the_same_matmul():
-    found = timeline(start("g"), start("h"), f"%a {DOT}", done("g"), done("h"))
-    assert exposed(found) == {"g": 0, "h": 2}
-    assert (found.wire_s, found.exposed_s, found.step_s) == (12, 2, 12)
-
-
-def test_waiting_for_a_later_collective_exposes_what_is_before_it_on_the_wire():
-    found = timeline(start("g"), start("h"), done("h"), f"%a {DOT}", done("g"))
-    assert exposed(found) == {"g": 6, "h": 6}
 
 
 def test_loops_multiply_compute_and_exposure():
@@ -178,23 +165,6 @@ def test_the_parts_of_a_step_add_up_and_hidden_plus_exposed_is_the_wire(wire):
     for one in found.collectives:
         assert one.hidden_s + one.exposed_s == pytest.approx(wire)
     assert max(found.compute_s, found.wire_s) <= found.step_s + 1e-9 <= found.compute_s * 1.35 + found.wire_s + 1e-8
-
-
-def test_events_draw_each_lane_without_overlap():
-    before, line = loop("layer", 3, start("g"), start("h"), f"%a {DOT}", done("g"), done("h"))
-    found = timeline(line, before=before)
-    inside = [event for event in found.events if event.computation == "layer"]
-    assert {event.times for event in inside} == {3}
-    for lane in ("compute", "wire"):
-        bars = sorted((event.begin_s, event.end_s) for event in inside if event.lane == lane)
-        assert all(first[1] <= second[0] for first, second in itertools.pairwise(bars))
-    assert [(e.kind, e.name, e.begin_s, e.end_s) for e in inside] == [
-        ("all-gather", "g", 0, 6),
-        ("matmul", "a", 0, 10),
-        ("all-gather", "h", 6, 12),
-        ("wait", "h", 10, 12),
-    ]
-    assert [(e.kind, e.end_s) for e in found.events if e.computation == "main"] == [("loop", 36)]
 
 
 # What instructions are counted as.

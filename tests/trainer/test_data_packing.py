@@ -70,23 +70,6 @@ def test_rows_are_the_documents_laid_end_to_end(texts, seq_len, batch_size, proc
 
 
 @settings(max_examples=60, deadline=None)
-@given(TEXTS, st.integers(1, 17))
-def test_every_byte_is_a_target_once_and_no_target_crosses_a_document(texts, seq_len):
-    with tempfile.TemporaryDirectory() as directory:
-        rows = _one_pass(_open(directory, texts, seq_len=seq_len), batch_size=2)
-    real = rows["weights"] > 0
-    np.testing.assert_array_equal(rows["targets"][real], [i for text in texts for i in (*text.encode(), EOD)])
-    assert rows["weights"].sum() == sum(len(text.encode()) + 1 for text in texts)
-    # Within a segment the target is the next input; where a segment ends inside a row, the document ended.
-    same = (rows["segment_ids"][:, :-1] == rows["segment_ids"][:, 1:]) & real[:, 1:]
-    np.testing.assert_array_equal(rows["targets"][:, :-1][same], rows["tokens"][:, 1:][same])
-    ends = real[:, :-1] & ~same
-    assert (rows["targets"][:, :-1][ends] == EOD).all()
-    assert (rows["positions"][:, 1:][same] == rows["positions"][:, :-1][same] + 1).all()
-    assert (rows["positions"][:, 1:][~same] == 0).all() and (rows["positions"][:, 0] == 0).all()
-
-
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 3), min_size=2, max_size=80), st.integers(1, 17), st.booleans(), st.booleans())
 def test_token_file_loses_no_transition_and_begins_a_segment_at_each_separator(ids, seq_len, cross, has_eod):
     with tempfile.TemporaryDirectory() as directory:

@@ -141,23 +141,9 @@ def test_restored_state_continues_bit_for_bit_in_a_fresh_pipeline(
     _assert_batches_equal(_take(alone, num_consumed + 40)[num_consumed:], expected)
 
 
-places = given(st.integers(1, 50), st.integers(1, 3), st.integers(0, 30), st.booleans())
-
-
 @settings(max_examples=12, deadline=None)
-@places
+@given(st.integers(1, 50), st.integers(1, 3), st.integers(0, 30), st.booleans())
 def test_restoring_works_at_any_place_of_the_stream(uneven_documents, seq_len, batch_size, num_consumed, cross):
-    check_restoring(uneven_documents, seq_len, batch_size, num_consumed, cross)
-
-
-@pytest.mark.proof
-@settings(max_examples=200, deadline=None)
-@places
-def test_restoring_works_at_every_place_of_the_stream(uneven_documents, seq_len, batch_size, num_consumed, cross):
-    check_restoring(uneven_documents, seq_len, batch_size, num_consumed, cross)
-
-
-def check_restoring(uneven_documents, seq_len, batch_size, num_consumed, cross):
     data = open_data(_config(uneven_documents, seq_len=seq_len, eval_fraction=0, cross_documents=cross))
     original = make_train_iterator(data, batch_size=batch_size, prefetch_batches=0)
     _take(original, num_consumed)
@@ -305,10 +291,3 @@ def test_exit_with_an_open_iterator_is_silent_and_the_stream_is_the_same_in_ever
     data = open_data(DataConfig(uneven_documents, seq_len=64, shuffle_rows=32))
     batches = _take(make_train_iterator(data, batch_size=2), 20)
     assert int(run.stdout) == zlib.crc32(b"".join(batch["tokens"].tobytes() for batch in batches))
-
-
-@pytest.mark.parametrize(
-    ("num_documents", "num_rows", "expected"), [(0, 8, 1), (1999, 8, 1), (2000, 8, 2), (9000, 6, 6)]
-)
-def test_lanes_divide_the_batch_and_have_enough_documents(num_documents, num_rows, expected):
-    assert lanes.count_lanes(num_documents, num_rows) == expected

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jfsdp.trainer.data.documents import INPUT, PADDING, START
-from jfsdp.trainer.data.pipeline import RowEnds, make_eval_iterator, make_train_iterator
+from jfsdp.trainer.data.pipeline import RowEnds, make_train_iterator
 from jfsdp.trainer.data.tokens import DataConfig, open_data
 from tests.refusals import refusing
 
@@ -72,14 +72,6 @@ def test_batches_keep_to_the_bound_and_a_state_goes_on(short_documents):
         np.testing.assert_array_equal(batch["weights"] == 0, batch["segment_ids"] == 0)
     free = open_data(DataConfig(short_documents, seq_len=64))
     assert num_runs(next(make_train_iterator(free, batch_size=3))["segment_ids"]).max() > 4
-
-
-def test_evaluation_sees_every_document_under_a_bound(short_documents):
-    counts = []
-    for most in (None, 4):
-        data = open_data(DataConfig(short_documents, seq_len=64, documents_per_row=most, eval_fraction=0.5))
-        counts.append(sum(int(batch["weights"].sum()) for batch in make_eval_iterator(data, batch_size=2)))
-    assert counts[0] == counts[1] > 0
 
 
 def test_a_bound_that_leaves_no_room_is_refused():

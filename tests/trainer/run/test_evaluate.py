@@ -153,28 +153,3 @@ def test_evaluation_drops_nothing_and_uses_the_stored_statistics(images):
     assert aux == {"correct": pytest.approx(correct.sum() / weight)}
     trained = make_evaluator(model, job.loss, lambda: [batch])(state)
     assert abs(trained.loss - loss) > 1e-3, "the training loss must be another"
-
-
-def test_evaluation_does_not_depend_on_what_else_is_in_the_batch(images):
-    """With batch statistics of the batch itself it would."""
-    job, model, state = images
-    batch = _image_batch(9)
-    other = {**batch, "images": np.where(batch["weights"][:, None, None, None] > 0, batch["images"], 7.0)}
-    first, second = (
-        make_evaluator(model, job.eval_loss, lambda batch=batch: [batch])(state) for batch in (batch, other)
-    )
-    assert first.loss == pytest.approx(second.loss, rel=1e-6)
-
-
-def test_the_training_loss_of_gpt2_draws_masks_and_its_evaluation_loss_none():
-    job = find_job("gpt2-tiny").with_config(**TINY["gpt2-tiny"])
-    model = fully_shard(job.model, units=job.units, min_size=1, remat="none")
-    tx = job.optimizer(1e-3)
-    state, step = model.init(tx, seed=0), model.train_step(job.loss, tx, check_loss=False)
-    batch = {name: x for name, x in next(iter(_batches())).items() if name != "weights"}
-    assert job.eval_loss is not None
-    evaluator = make_evaluator(model, job.eval_loss, lambda: [batch])
-    first = evaluator(state).loss
-    assert first == evaluator(state).loss
-    _, metrics = step(state, batch)
-    assert abs(float(metrics["loss"]) - first) > 1e-4

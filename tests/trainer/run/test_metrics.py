@@ -5,7 +5,6 @@ import time
 import pytest
 
 from jfsdp.trainer.run import metrics
-from jfsdp.trainer.run.display import describe
 from jfsdp.trainer.run.metrics import JsonLines, Throughput, peak_flops
 from tests.refusals import refuses
 
@@ -59,14 +58,3 @@ def test_json_lines_append_and_write_nan_as_null(tmp_path):
     log.close()
     with contextlib.closing(JsonLines(metrics.Path("/dev/full"))) as log:
         refuses(lambda: log.write({"step": 1}), "/dev/full", "No space left on device", error=OSError)
-
-
-def test_a_record_is_said_with_its_own_unit_and_its_accuracy():
-    record = {"loss": 1.5, "mfu": None, "memory_bytes": 2**30, "eval_loss": None, "images_per_s": 1234.0}
-    record |= {"learning_rate": 2.99871e-4}
-    assert describe(record) == "loss 1.5000  lr 0.0003  1,234 images/s  MFU -  1.00 GiB"
-    evaluated = record | {"eval_loss": 0.25, "eval_correct": 0.9721}
-    assert "held-out loss 0.2500, accuracy 97.21 %  lr 0.0003  1,234 images/s" in describe(evaluated)
-    tokens = {**record, "images_per_s": None}
-    tokens["tokens_per_s"] = tokens.pop("images_per_s")
-    assert describe(tokens) == "loss 1.5000  lr 0.0003  - tokens/s  MFU -  1.00 GiB"
