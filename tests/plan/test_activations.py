@@ -50,70 +50,59 @@ def mlp(x, up, down):
     return x + jnp.tanh(x @ up) @ down
 
 
-@pytest.mark.parametrize(
-    ("fn", "args", "wanted"),
-    [
-        pytest.param(lambda x, up: jnp.tanh(x @ up), (X, UP), [], id="columns"),
-        pytest.param(lambda *args: jnp.sum(mlp(*args), 2), (X, UP, DOWN), [("all-reduce", 2 * PART)], id="a sum"),
-        pytest.param(
-            lambda *args: split(mlp(*args)), (X, UP, DOWN), [("reduce-scatter", PART)], id="a sum that is split"
-        ),
-        pytest.param(
-            lambda *args: jnp.tanh(state(split(mlp(*args)), FREE, None)),
-            (X, UP, DOWN),
-            [("reduce-scatter", PART), ("all-gather", PART)],
-            id="split and brought together",
-        ),
-        pytest.param(
-            lambda x, up, down: jnp.tanh(state(x @ up[:, :WIDTH] @ down[:WIDTH] * 2, FREE, None, FREE)),
-            (X, UP, DOWN),
-            [("all-gather", WIDTH * WIDE * 4 * 3 / 4), ("all-gather", WIDE * WIDTH * 4 * 3 / 4)],
-            id="a part of a split dim needs the whole",
-        ),
-        pytest.param(
-            lambda x, up: jnp.tanh((x @ up).reshape(ROWS, 4, 4, 8).transpose(0, 2, 1, 3)[:, :, 1:]).sum((2, 3)),
-            (X, UP),
-            [],
-            id="heads",
-        ),
-        pytest.param(
-            lambda x, up: jnp.tanh((x @ up).reshape(ROWS, 4, 2, 16)),
-            (X, UP),
-            [("all-gather", 2 * PART)],
-            id="two heads for four",
-        ),
-        pytest.param(
-            lambda x, up: state(state(x @ up, FREE, FREE, "tensor"), FREE, "tensor", None),
-            (X, UP),
-            [("all-to-all", 2 * PART)],
-            id="split along another dim",
-        ),
-        pytest.param(
-            lambda table: jnp.tanh(jnp.take(table, jnp.zeros((ROWS, 4), int), axis=0, mode="fill")),
-            (DOWN,),
-            [("all-reduce", 2 * 2 * PART)],  # these rows are on every device
-            id="a table looked up",
-        ),
-        pytest.param(
-            lambda *args: jax.lax.scan(lambda x, _: (mlp(x, *args[1:]), None), args[0], length=3)[0],
-            (X, UP, DOWN),
-            [("all-reduce", 3 * 2 * PART)],
-            id="loop",
-        ),
-        pytest.param(
-            lambda x: state(jax.lax.scan(lambda x, _: (split(x) * 2, None), x, length=3)[0], FREE, None),
-            (X,),
-            [("all-gather", PART)],
-            id="what a loop carries stays split",
-        ),
-        pytest.param(
-            lambda x, up: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ up)))(x) ** 2,
-            (X, UP),
-            [("all-reduce", 2 * PART)],
-            id="its gradient",
-        ),
-    ],
-)
+SENT = {
+    "columns": (lambda x, up: jnp.tanh(x @ up), (X, UP), []),
+    "a sum": (lambda *args: jnp.sum(mlp(*args), 2), (X, UP, DOWN), [("all-reduce", 2 * PART)]),
+    "a sum that is split": (lambda *args: split(mlp(*args)), (X, UP, DOWN), [("reduce-scatter", PART)]),
+    "split and brought together": (
+        lambda *args: jnp.tanh(state(split(mlp(*args)), FREE, None)),
+        (X, UP, DOWN),
+        [("reduce-scatter", PART), ("all-gather", PART)],
+    ),
+    "a part of a split dim needs the whole": (
+        lambda x, up, down: jnp.tanh(state(x @ up[:, :WIDTH] @ down[:WIDTH] * 2, FREE, None, FREE)),
+        (X, UP, DOWN),
+        [("all-gather", WIDTH * WIDE * 4 * 3 / 4), ("all-gather", WIDE * WIDTH * 4 * 3 / 4)],
+    ),
+    "heads": (
+        lambda x, up: jnp.tanh((x @ up).reshape(ROWS, 4, 4, 8).transpose(0, 2, 1, 3)[:, :, 1:]).sum((2, 3)),
+        (X, UP),
+        [],
+    ),
+    "two heads for four": (
+        lambda x, up: jnp.tanh((x @ up).reshape(ROWS, 4, 2, 16)),
+        (X, UP),
+        [("all-gather", 2 * PART)],
+    ),
+    "split along another dim": (
+        lambda x, up: state(state(x @ up, FREE, FREE, "tensor"), FREE, "tensor", None),
+        (X, UP),
+        [("all-to-all", 2 * PART)],
+    ),
+    "a table looked up": (
+        lambda table: jnp.tanh(jnp.take(table, jnp.zeros((ROWS, 4), int), axis=0, mode="fill")),
+        (DOWN,),
+        [("all-reduce", 2 * 2 * PART)],  # these rows are on every device
+    ),
+    "loop": (
+        lambda *args: jax.lax.scan(lambda x, _: (mlp(x, *args[1:]), None), args[0], length=3)[0],
+        (X, UP, DOWN),
+        [("all-reduce", 3 * 2 * PART)],
+    ),
+    "what a loop carries stays split": (
+        lambda x: state(jax.lax.scan(lambda x, _: (split(x) * 2, None), x, length=3)[0], FREE, None),
+        (X,),
+        [("all-gather", PART)],
+    ),
+    "its gradient": (
+        lambda x, up: jax.grad(lambda x: jnp.sum(jnp.tanh(x @ up)))(x) ** 2,
+        (X, UP),
+        [("all-reduce", 2 * PART)],
+    ),
+}
+
+
+@pytest.mark.parametrize(("fn", "args", "wanted"), SENT.values(), ids=SENT)
 def test_what_has_to_be_sent(fn, args, wanted):
     assert sent(fn, *args) == wanted
 
@@ -221,43 +210,29 @@ def hand_on_in_loop(length, is_read):
     return in_stages(run)
 
 
-@pytest.mark.parametrize(
-    ("fn", "args", "wanted"),
-    [
-        pytest.param(hand_on_what_is_split, (X,), [("pipe", "collective-permute", ALL / 4)], id="a part is handed on"),
-        pytest.param(
-            in_stages(lambda x, up, down: jnp.tanh(jax.lax.psum(x @ up @ down, "pipe"))),
-            (X, UP, DOWN),
-            [("pipe/tensor", "all-reduce", 2 * ALL * 7 / 8)],
-            id="one sum over both axes",
-        ),
-        pytest.param(
-            in_stages(lambda x, up, down: jax.lax.psum(jnp.tanh(x @ up @ down), "pipe")),
-            (X, UP, DOWN),
-            [("tensor", "all-reduce", 2 * ALL * 3 / 4), ("pipe", "all-reduce", 2 * ALL / 2)],
-            id="a sum of what is computed from a sum",
-        ),
-        pytest.param(stated(), BY_BOTH, [("pipe/tensor", "all-reduce", 2 * ALL * 7 / 8)], id="a sum over both"),
-        pytest.param(
-            stated(None, "tensor"),
-            BY_BOTH,
-            [("pipe/tensor", "all-reduce", 2 * ALL * 7 / 8)],
-            id="a sum that one splits",
-        ),
-        pytest.param(
-            stated(BOTH),
-            BY_BOTH,
-            [("pipe/tensor", "reduce-scatter", ALL * 7 / 8)],
-            id="a sum that both split",
-        ),
-        pytest.param(
-            lambda x: jnp.cumsum(x, 0), ((X[0], P(BOTH)),), [("pipe/tensor", "all-gather", ALL * 7 / 8)], id="by both"
-        ),
-        pytest.param(hand_on_in_loop(3, False), (X,), [("pipe", "collective-permute", 3 * ALL)], id="in every tick"),
-        pytest.param(hand_on_in_loop(1, True), (X,), [("pipe", "collective-permute", ALL)], id="in one tick"),
-        pytest.param(hand_on_in_loop(1, False), (X,), [], id="in one tick, and nobody reads it"),
-    ],
-)
+STAGED_SENT = {
+    "a part is handed on": (hand_on_what_is_split, (X,), [("pipe", "collective-permute", ALL / 4)]),
+    "one sum over both axes": (
+        in_stages(lambda x, up, down: jnp.tanh(jax.lax.psum(x @ up @ down, "pipe"))),
+        (X, UP, DOWN),
+        [("pipe/tensor", "all-reduce", 2 * ALL * 7 / 8)],
+    ),
+    "a sum of what is computed from a sum": (
+        in_stages(lambda x, up, down: jax.lax.psum(jnp.tanh(x @ up @ down), "pipe")),
+        (X, UP, DOWN),
+        [("tensor", "all-reduce", 2 * ALL * 3 / 4), ("pipe", "all-reduce", 2 * ALL / 2)],
+    ),
+    "a sum over both": (stated(), BY_BOTH, [("pipe/tensor", "all-reduce", 2 * ALL * 7 / 8)]),
+    "a sum that one splits": (stated(None, "tensor"), BY_BOTH, [("pipe/tensor", "all-reduce", 2 * ALL * 7 / 8)]),
+    "a sum that both split": (stated(BOTH), BY_BOTH, [("pipe/tensor", "reduce-scatter", ALL * 7 / 8)]),
+    "by both": (lambda x: jnp.cumsum(x, 0), ((X[0], P(BOTH)),), [("pipe/tensor", "all-gather", ALL * 7 / 8)]),
+    "in every tick": (hand_on_in_loop(3, False), (X,), [("pipe", "collective-permute", 3 * ALL)]),
+    "in one tick": (hand_on_in_loop(1, True), (X,), [("pipe", "collective-permute", ALL)]),
+    "in one tick, and nobody reads it": (hand_on_in_loop(1, False), (X,), []),
+}
+
+
+@pytest.mark.parametrize(("fn", "args", "wanted"), STAGED_SENT.values(), ids=STAGED_SENT)
 def test_what_stages_send_is_split_over_tensor_too(fn, args, wanted):
     traced = jax.jit(fn).trace(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in args])
     specs = tuple(P() if spec == P("fsdp") else spec for _, spec in args)

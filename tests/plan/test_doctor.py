@@ -71,12 +71,6 @@ def test_a_machine_in_order_has_no_findings(machine):
         ("jaxlib", "0.11.0", "does not belong to jax 0.10.2", "pip install 'jaxlib==0.10.2'"),
         ("flax", "0.12.7", "is older than 0.12.8, which jfsdp needs", "pip install 'flax>=0.12.8'"),
         ("optax", None, "is not installed", "pip install 'optax>=0.2.8'"),
-        (
-            "jax-cuda12-plugin",
-            "0.10.1",
-            "is not of jaxlib's version, 0.10.2",
-            "pip install 'jax-cuda12-plugin==0.10.2'",
-        ),
         ("jax-cuda12-pjrt", "0.10.1", "is not of jaxlib's version, 0.10.2", "pip install 'jax-cuda12-pjrt==0.10.2'"),
         ("jax-cuda13-plugin", "0.10.2", "are both installed", "uninstall one, with its pjrt wheel"),
         ("nvidia-cudnn-cu12", "9.1.0.70", "is older than 9.8, which JAX's plugin needs", "'nvidia-cudnn-cu12>=9.8'"),
@@ -110,13 +104,7 @@ def test_flags_that_hurt_are_problems(flags, effect):
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [
-        ("NCCL_P2P_DISABLE", "1"),
-        ("NCCL_IB_DISABLE", ""),
-        ("NCCL_SHM_DISABLE", "1"),
-        ("NCCL_SOCKET_IFNAME", "lo"),
-        ("NCCL_NET", "Socket"),
-    ],
+    [("NCCL_P2P_DISABLE", "1"), ("NCCL_IB_DISABLE", ""), ("NCCL_SOCKET_IFNAME", "lo"), ("NCCL_NET", "Socket")],
 )
 def test_settings_that_hurt_are_found(name, value):
     finding = only(env={name: value})

@@ -6,9 +6,10 @@ from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.inference import plan_inference
 from jfsdp.trainer.options import ShardingOptions
 from tests.options import made
+from tests.thin import thin
 
 
-@pytest.mark.parametrize("mesh", ["fsdp=8", "fsdp=2,tensor=4"])
+@pytest.mark.parametrize("mesh", thin(["fsdp=2,tensor=4", "fsdp=8"]))
 def test_weights_and_cache_are_what_the_compiler_takes_in(mesh):
     cluster = Cluster(find_gpu("h100"), 1, 8)
     rows, length, shards = 4, 4096, 8 if mesh == "fsdp=8" else 2

@@ -63,6 +63,7 @@ def computed(module, layout):
 
 ENGINES = ["manual", "xla"]
 SETTINGS = {
+    "plain": {},
     "listed": {"config": (("stacked", False),)},
     "hybrid": {"mesh": (("replica", 2), ("fsdp", 4))},
     "rslora": {"rslora": True},
@@ -83,24 +84,16 @@ def check_wire(kind, **options):
     return module, layout
 
 
-@pytest.mark.parametrize("kind", ENGINES)
-def test_gradients_of_adapters_alone_are_sent(kind):
-    _, layout = check_wire(kind)
-    assert sum(leaf.trainable for leaf in layout.leaves) == 2 * 7
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("case", SETTINGS)
+@pytest.mark.parametrize(
+    "case", ["plain", *(pytest.param(case, marks=pytest.mark.proof) for case in SETTINGS if case != "plain")]
+)
 @pytest.mark.parametrize("kind", ENGINES)
 def test_every_setting_sends_and_computes_nothing_for_frozen_weights(kind, case):
     module, layout = check_wire(kind, **SETTINGS[case])
+    assert case != "plain" or sum(leaf.trainable for leaf in layout.leaves) == 2 * 7
     assert not computed(module, layout)
-    assert audit(module, layout).is_ok
-
-
-@pytest.mark.parametrize("kind", ENGINES)
-def test_no_array_of_a_frozen_weights_shape_is_computed(kind):
-    assert not computed(*program(kind))
+    report = audit(module, layout)
+    assert report.is_ok and report.findings == (), str(report)
 
 
 @pytest.mark.proof
@@ -127,13 +120,6 @@ def test_a_loss_that_forms_the_heads_gradient_forward_leaves_it_out(kind):
 def test_a_loss_forms_the_gradient_of_a_head_that_is_trained():
     module, _ = program("manual", is_fused=True, also=("lm_head",))
     assert head_sums(module)
-
-
-@pytest.mark.parametrize("kind", ENGINES)
-def test_an_audit_finds_nothing(kind):
-    report = audit(*program(kind))
-    assert report.is_ok, str(report)
-    assert report.findings == ()
 
 
 def test_moments_of_an_adapter_are_told_from_those_of_its_matrix():
