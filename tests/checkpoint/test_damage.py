@@ -16,7 +16,7 @@ import jfsdp
 from jfsdp.checkpoint.disk.digest import list_files, read_digests, write_digests
 from jfsdp.checkpoint.disk.files import SUMS, DamagedError
 from jfsdp.checkpoint.verify import verify
-from tests.refusals import refuses
+from tests.refusals import refuses, warning
 from tests.sharding import fully_shard
 
 TX = optax.adam(1e-3)
@@ -71,7 +71,6 @@ def damage(file: Path, kind: str, where: float, bit: int) -> None:
 
 
 def problems_of(path: Path) -> list[str]:
-    """Say what is wrong with a checkpoint, without restoring it."""
     return list(verify(path).problems)
 
 
@@ -82,15 +81,11 @@ def check_refused(run: Any, name: str, *how: Any) -> None:
     try:
         (problem,) = problems_of(path)
         assert name in problem
-        with pytest.raises(DamagedError) as error:
-            jfsdp.checkpoint.restore(path, like=state_of(1))
-        assert str(error.value).startswith(f"checkpoint {path}: is damaged: ") and name in str(error.value)
-        with pytest.raises(DamagedError) as error:
-            run.restore(state_of(1))
-        assert name in str(error.value)
-        with pytest.warns(UserWarning, match="Falling back to step 2") as told:
+        one = functools.partial(jfsdp.checkpoint.restore, path, like=state_of(1))
+        refuses(one, f"checkpoint {path}: is damaged: ", name, error=DamagedError)
+        refuses(lambda: run.restore(state_of(1)), name, error=DamagedError)
+        with warning(name, "Falling back to step 2"):
             state, extra = run.restore(state_of(1), fall_back=True)
-        assert name in str(told[0].message)
         assert (int(state.step), extra) == (2, {"data": 2})
         np.testing.assert_array_equal(state.params["weight"], state_of(2).params["weight"])
     finally:
@@ -117,21 +112,18 @@ def test_each_of_a_thousand_damages_is_named_and_refused(run):
     check_all(run, num=1000, seed=1)
 
 
-@pytest.mark.parametrize("old", ['"format": 2', "params.bias", "40"])
-def test_a_manifest_that_still_reads_well_is_refused_all_the_same(run, old):
+def test_a_manifest_that_still_reads_well_is_refused_all_the_same(run):
     """One digit or letter: the format, a name, a shape, a dtype; not mistaken for another model or a newer version."""
     file = run.directory / "3" / "manifest.json"
     whole = file.read_text()
-    changed = chr(ord(old[-1]) ^ 1)
-    file.write_text(whole.replace(old, old[:-1] + changed, 1))
-    assert file.read_text() != whole
-    try:
-        with pytest.raises(DamagedError, match=r"manifest\.json is not as it was written"):
-            jfsdp.checkpoint.restore(file.parent, like=state_of(1))
+    for old in ('"format": 2', "params.bias", "40"):
+        file.write_text(whole.replace(old, old[:-1] + chr(ord(old[-1]) ^ 1), 1))
+        assert file.read_text() != whole
+        fact = "manifest.json is not as it was written"
+        refuses(lambda: jfsdp.checkpoint.restore(file.parent, like=state_of(1)), fact, error=DamagedError)
         with pytest.warns(UserWarning, match="Falling back to step 2"):
             assert int(run.restore(state_of(1), fall_back=True)[0].step) == 2
-    finally:
-        file.write_text(whole)
+    file.write_text(whole)
 
 
 def test_a_digest_of_a_file_outside_is_refused(run, tmp_path):

@@ -9,23 +9,24 @@ import pytest
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.snapshot import Snapshots, snapshot_dir
 from jfsdp.train.replicas import compare_replicas
-from tests.checkpoint.test_store import TX, assert_same_bits, make_model, saved_state
+from tests.checkpoint.arrays import assert_same_bits
+from tests.checkpoint.test_store import TX, make_model, saved_state
 from tests.processes import Processes
 from tests.refusals import refuses, refusing, warning
 from tests.states import logical
 
 
-def take(snapshots, *steps, name="full8"):
+def take(snapshots, *steps, name="full4"):
     for step in steps:
         snapshots.take(step, saved_state(name), {"at": step})
     snapshots.wait()
 
 
-def like(name="full8"):
+def like(name="full4"):
     return make_model(name).abstract_state(TX)
 
 
-@pytest.mark.parametrize("name", ["full8", "hybrid2x4", "hfsdp2x3bf16", "ddp8", "flatzero1bf16"])
+@pytest.mark.parametrize("name", ["full4", "hybrid2x2", "hfsdp2x3bf16", "ddp4", "flatzero1bf16"])
 def test_a_snapshot_is_bitwise_what_was_taken(name, tmp_path):
     take(Snapshots(tmp_path / "memory", "run"), 3, name=name)
     again = Snapshots(tmp_path / "memory", "run")
@@ -41,7 +42,7 @@ def test_one_that_is_whole_stays_until_the_next_is(tmp_path):
     snapshots = Snapshots(tmp_path, "run")
     take(snapshots, 1, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["2"]
-    snapshots.take(5, saved_state("full8"))
+    snapshots.take(5, saved_state("full4"))
     assert snapshots._thread is not None
     snapshots._thread.join()
     assert {path.name for path in tmp_path.iterdir()} == {"2", "5"}
@@ -57,9 +58,9 @@ def test_one_that_is_whole_stays_until_the_next_is(tmp_path):
 def test_of_another_run_layout_or_process_none_is_taken(tmp_path):
     take(Snapshots(tmp_path, "run"), 4)
     assert Snapshots(tmp_path, "another").newest(like()) is None
-    for name in ("full3", "ddp8"):
+    for name in ("full3", "ddp4"):
         assert Snapshots(tmp_path, "run").newest(like(name)) is None
-    assert Snapshots(tmp_path, "run").newest(like("flat8")) == 4, "the same blocks, in another array"
+    assert Snapshots(tmp_path, "run").newest(like("flat4")) == 4, "the same blocks, in another array"
     (tmp_path / "4" / "0").rename(tmp_path / "4" / "1")
     assert Snapshots(tmp_path, "run").newest(like()) is None
 
@@ -150,21 +151,21 @@ def test_a_step_that_was_taken_twice_is_not_put_together_of_both(tmp_path, proce
 
 
 def test_replicas_of_equal_bits_pass_and_one_changed_bit_is_named():
-    state = saved_state("ddp8")
+    state = saved_state("ddp4")
     assert compare_replicas(state) > 8
-    assert compare_replicas(saved_state("full8")) < compare_replicas(state)
+    assert compare_replicas(saved_state("full4")) < compare_replicas(state)
     array = state.params["stack.kernel"]
     shards = [np.array(shard.data) for shard in array.addressable_shards]
-    shards[5].reshape(-1).view(np.uint32)[17] ^= 1
+    shards[3].reshape(-1).view(np.uint32)[17] ^= 1
     changed = jax.make_array_from_single_device_arrays(
         array.shape, array.sharding, [jax.device_put(x, s.device) for x, s in zip(shards, array.addressable_shards)]
     )
     broken = type(state)(**{**vars(state), "params": {**state.params, "stack.kernel": changed}})
-    with refusing("stack.kernel", "device 5", "process 0", "8"):
+    with refusing("stack.kernel", "device 3", "process 0", "4"):
         compare_replicas(broken)
 
 
 def test_replicas_of_hybrid_groups_and_copies_in_low_precision_are_compared():
-    for name in ("hybrid2x4", "flatzero1bf16"):
+    for name in ("hybrid2x2", "flatzero1bf16"):
         assert compare_replicas(saved_state(name)) > 4
-    assert compare_replicas(saved_state("full8")) >= 1, "the counters"
+    assert compare_replicas(saved_state("full4")) >= 1, "the counters"

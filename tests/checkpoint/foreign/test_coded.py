@@ -10,6 +10,7 @@ from jfsdp.checkpoint.foreign.export import export_safetensors
 from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
 from jfsdp.checkpoint.source import Encoded, read_whole
 from jfsdp.layout.codec import CODECS
+from tests.checkpoint.arrays import Arrays
 from tests.sharding import fully_shard
 
 TX = optax.adamw(1e-3)
@@ -49,19 +50,10 @@ def test_what_is_read_is_the_encoding_of_the_whole(weights):
     np.testing.assert_allclose(norms, np.linalg.norm(np.asarray(decoded), axis=-2), rtol=1e-3)
 
 
-class Arrays:
-    def __init__(self, **arrays):
-        self.values = arrays
-        self.arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-
-    def read(self, name, index):
-        return self.values[name][index]
-
-
 @pytest.mark.parametrize("codec", CODECS)
 def test_any_slice_of_codes_and_scales_is_that_of_the_whole(codec):
     values = np.random.default_rng(0).normal(size=(6, 256)).astype(np.float32)
-    source = Encoded(Arrays(w=values, other=values), {"w": CODECS[codec]})
+    source = Encoded(Arrays({"w": values, "other": values}), {"w": CODECS[codec]})
     assert list(source.arrays) == ["w", "other", "w.scales"]
     for name in source.arrays:
         whole = read_whole(source, name)

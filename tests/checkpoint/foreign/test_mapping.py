@@ -9,6 +9,7 @@ import pytest
 
 from jfsdp.checkpoint.foreign.mapping import Exported, Imported, NameMap, as_name_map, bind
 from jfsdp.checkpoint.source import read_whole
+from tests.checkpoint.arrays import Arrays
 from tests.refusals import refuses
 
 RULES = [
@@ -20,18 +21,6 @@ RULES = [
     ("always", "always.{k}"),
 ]
 TIED = {"tied": {"head.weight": "tok.weight"}}
-
-
-class Arrays:
-    """Arrays in memory as a source, which notes what is read."""
-
-    def __init__(self, arrays):
-        self.values, self.reads = arrays, []
-        self.arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-
-    def read(self, name, index):
-        self.reads.append((name, index))
-        return self.values[name][index].copy()
 
 
 def make_theirs(num_layers=3, num_experts=2) -> dict[str, Any]:

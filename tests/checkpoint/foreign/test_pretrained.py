@@ -18,7 +18,6 @@ from flax import nnx, traverse_util
 from jfsdp.checkpoint.foreign.export import export_safetensors
 from jfsdp.checkpoint.foreign.pretrained import config_json, pretrained_fields, pretrained_source
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
-from jfsdp.checkpoint.source import read_whole
 from jfsdp.cli import main
 from jfsdp.trainer.job import as_job
 from jfsdp_models import (  # pyright: ignore[reportMissingImports] (installed as an import hook)
@@ -27,6 +26,7 @@ from jfsdp_models import (  # pyright: ignore[reportMissingImports] (installed a
     llama,
     llama_hf,
 )
+from tests.checkpoint.arrays import arrays_of, assert_same_bits
 from tests.refusals import refuses, refusing
 
 VOCAB, SEQ_LEN = 61, 24
@@ -55,16 +55,11 @@ MODELS = {
         {**LLAMA, "max_position_embeddings": 128, "rope_parameters": {**LLAMA3_ROPE, "rope_theta": 5e5}},
     ),
     "llama-bias": ("llama", {**LLAMA, "attention_bias": True}),
-    "llama-linear": ("llama", {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
     "llama-yarn": ("llama", {**LLAMA, "rope_parameters": YARN | {"rope_theta": 1e4}, "max_position_embeddings": 64}),
     "llama-tied": ("llama", {**LLAMA, "tie_word_embeddings": True}),
     "mistral": ("mistral", {**LLAMA, "sliding_window": 5, "head_dim": 16}),
     "qwen2": ("qwen2", {**LLAMA, "rms_norm_eps": 1e-5}),
     "qwen2-window": ("qwen2", {**LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
-    "qwen2-yarn": (
-        "qwen2",
-        {**LLAMA, "rope_parameters": YARN | {"rope_theta": 1e6, "truncate": False}, "max_position_embeddings": 64},
-    ),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-bias": ("qwen3", {**LLAMA, "head_dim": 16, "attention_bias": True}),
     "gpt2": ("gpt2", {**GPT2, **NO_IDS}),
@@ -148,7 +143,7 @@ def test_logits_in_and_out_equal_those_of_transformers(checkpoint, tmp_path, nam
     directory, reference = checkpoint(name)
     job = pretrained_job(directory, name, stacked=stacked)
     source = open_source(directory, job)
-    arrays = {leaf: jax.numpy.asarray(read_whole(source, leaf)) for leaf in source.arrays}
+    arrays = jax.tree.map(jax.numpy.asarray, arrays_of(source))
     assert relative(our_logits(job, arrays), reference) < 1e-4
 
     config = config_json(job.pretrained, job.config, job.seq_len)
@@ -160,10 +155,7 @@ def test_logits_in_and_out_equal_those_of_transformers(checkpoint, tmp_path, nam
 
 
 def assert_same_arrays(first, second):
-    one, other = SafetensorsSource(first), SafetensorsSource(second)
-    assert set(one.arrays) == set(other.arrays)
-    for name in one.arrays:
-        assert read_whole(one, name).tobytes() == read_whole(other, name).tobytes(), name
+    assert_same_bits(arrays_of(SafetensorsSource(first)), arrays_of(SafetensorsSource(second)))
 
 
 ROPE = {
@@ -213,15 +205,13 @@ def test_an_export_keeps_the_length_that_a_dynamic_rope_was_made_for(tmp_path, c
     assert_same_arrays(theirs, again)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_an_export_in_half_precision_is_what_transformers_casts_to(checkpoint, tmp_path, dtype):
+def test_an_export_in_half_precision_is_what_transformers_casts_to(checkpoint, tmp_path):
     directory, _ = checkpoint("llama-tied")
     job = pretrained_job(directory, "llama-tied")
     config = config_json(job.pretrained, job.config, job.seq_len)
-    export_safetensors(open_source(directory, job), tmp_path / "out", job.pretrained, config=config, dtype=dtype)
-    model, cast = load(tmp_path / "out"), load(directory, dtype=getattr(torch, dtype))
-    assert model.dtype == getattr(torch, dtype)
-    theirs = cast.state_dict()
+    export_safetensors(open_source(directory, job), tmp_path / "out", job.pretrained, config=config, dtype="bfloat16")
+    model, theirs = load(tmp_path / "out"), load(directory, dtype=torch.bfloat16).state_dict()
+    assert model.dtype == torch.bfloat16
     assert all(torch.equal(weight, theirs[name]) for name, weight in model.state_dict().items())
 
 
@@ -233,8 +223,7 @@ def save_torch(weights, directory):
 
 
 def assert_same_leaves(one, other):
-    assert set(one.arrays) == set(other.arrays)
-    assert all(np.array_equal(read_whole(one, name), read_whole(other, name)) for name in one.arrays)
+    assert_same_bits(arrays_of(one), arrays_of(other))
 
 
 def test_a_tied_checkpoint_may_hold_its_head_if_it_is_the_embedding(checkpoint, tmp_path):
@@ -254,32 +243,28 @@ def test_a_tied_checkpoint_may_hold_its_head_if_it_is_the_embedding(checkpoint, 
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     job = pretrained_job(tmp_path, "llama-tied")
     source = open_source(tmp_path, job)
-    arrays = {leaf: jax.numpy.asarray(read_whole(source, leaf)) for leaf in source.arrays}
+    arrays = jax.tree.map(jax.numpy.asarray, arrays_of(source))
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert relative(our_logits(job, arrays), logits_of(load(tmp_path))) < 1e-4
 
 
 def test_wrappers_of_torch_and_their_prefix_are_taken_off_names_in_safetensors(checkpoint, tmp_path):
     wrapper = "module._orig_mod."
-    for name in ("gpt2", "llama-tied"):
-        directory, _ = checkpoint(name)
-        weights = load(directory).state_dict()
-        (out := tmp_path / name).mkdir()
-        save_torch({f"{wrapper}{key}": weight for key, weight in weights.items()}, out)
-        shutil.copy(directory / "config.json", out)
-        job = pretrained_job(out, name)
-        assert_same_leaves(open_source(out, job), open_source(directory, job))
-    weights = {"model.norm.weight": torch.ones(32), f"{wrapper}model.norm.weight": torch.ones(32)}
-    save_torch(weights, out)
+    directory, _ = checkpoint("llama-tied")
+    save_torch({f"{wrapper}{key}": weight for key, weight in load(directory).state_dict().items()}, tmp_path)
+    shutil.copy(directory / "config.json", tmp_path)
     job = pretrained_job(directory, "llama-tied")
-    refuses(lambda: pretrained_source(out, job.pretrained, leaves_of(job)), f"{wrapper}model.norm.weight")
+    assert_same_leaves(open_source(tmp_path, job), open_source(directory, job))
+    save_torch({"model.norm.weight": torch.ones(32), f"{wrapper}model.norm.weight": torch.ones(32)}, tmp_path)
+    source = functools.partial(pretrained_source, tmp_path, job.pretrained, leaves_of(job))
+    refuses(source, f"{wrapper}model.norm.weight")
     # The files that OpenAI's model has on the hub: without a prefix, and with masks.
     directory, _ = checkpoint("gpt2")
     masks = {f"h.{i}.attn.{name}": torch.ones(1, 1, 40, 40) for i in range(3) for name in ("bias", "masked_bias")}
-    save_torch({**load(directory).transformer.state_dict(), **masks}, out)
-    shutil.copy(directory / "config.json", out)
-    job = pretrained_job(out, "gpt2")
-    assert_same_leaves(open_source(out, job), open_source(directory, job))
+    save_torch({**load(directory).transformer.state_dict(), **masks}, tmp_path)
+    shutil.copy(directory / "config.json", tmp_path)
+    job = pretrained_job(tmp_path, "gpt2")
+    assert_same_leaves(open_source(tmp_path, job), open_source(directory, job))
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -342,7 +327,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
     ("mistral", {"attention_bias": True}, ""),
     ("llama", {"attention_bias": "yes"}, ""),
-    ("llama", {"mlp_bias": True}, ""),
     ("llama", {"hidden_act": "gelu"}, "'silu'"),
     ("llama", {"attention_dropout": 0.1}, ""),
     ("llama", {"sliding_window": 8}, ""),
@@ -350,29 +334,29 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen3", {"layer_types": ["chunked_attention"] * 3}, "layer_types='chunked_attention'"),
     ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
     ("llama", {"logit_softcap": 30.0}, ""),
-    ("llama", {"hidden_size": "32"}, ""),
     ("llama", {"num_attention_heads": True}, ""),
     ("llama", {"num_hidden_layers": 1e9}, ""),
-    ("qwen3", {"num_hidden_layers": 10**9}, "4,096"),
     ("gpt2", {"n_layer": 10**9}, "4,096"),
     ("llama", {"rope_theta": math.inf}, ""),
     ("llama", {"rope_scaling": "linear"}, "wrong kind"),
     ("llama", {"hidden_size": None}, "hidden_size"),
     ("gpt2", {"activation_function": "relu"}, ""),
     ("gpt2", {"n_inner": 64}, "128"),
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, ""),
     ("gpt2", {"add_cross_attention": True}, ""),
     ("gpt2", {"tie_word_embeddings": False}, ""),
 ]
 
 
-@pytest.mark.parametrize(("kind", "changes", "fact"), REFUSED)
-def test_options_that_the_model_lacks_are_refused_by_name(tmp_path, kind, changes, fact):
-    options = {**(GPT2 if kind == "gpt2" else LLAMA), "model_type": kind, **changes}
-    (tmp_path / "config.json").write_text(json.dumps(options))
-    names = gpt2_hf.PRETRAINED if kind == "gpt2" else llama_hf.PRETRAINED
-    ((option, value),) = list(changes.items())[:1]
-    refuses(lambda: pretrained_fields(tmp_path, names), tmp_path / "config.json", fact or f"{option}={value!r}")
+def test_options_that_the_model_lacks_are_refused_by_name(tmp_path):
+    for kind, changes, fact in REFUSED:
+        options = {**(GPT2 if kind == "gpt2" else LLAMA), "model_type": kind, **changes}
+        (tmp_path / "config.json").write_text(json.dumps(options))
+        names = gpt2_hf.PRETRAINED if kind == "gpt2" else llama_hf.PRETRAINED
+        ((option, value),) = list(changes.items())[:1]
+        facts = tmp_path / "config.json", fact or f"{option}={value!r}"
+        refuses(functools.partial(pretrained_fields, tmp_path, names), *facts)
+    config = dataclasses.replace(llama.PRESETS["llama-tiny"], qkv_bias=True, qk_norm=True)
+    refuses(lambda: llama_hf.config_from_fields(config, 64), "no relative")
 
 
 def test_configurations_of_transformers_4_are_read():
@@ -398,10 +382,8 @@ def test_configurations_of_transformers_4_are_read():
 
 def test_marks_in_published_configurations_are_passed_over():
     """Of GPT-2 medium and XL, DistilGPT2, Llama 1, SmolLM and Unsloth."""
-    gpt2_marks = {"n_ctx": 40, "n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1}
-    gpt2_marks |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    llama_marks = {"max_sequence_length": 2048, "is_llama_config": True, "rope_interleaved": False}
-    llama_marks |= {"unsloth_fixed": True, "unsloth_version": "2024.9"}
+    gpt2_marks = {"n_ctx": 40, "n_special": 0, "predict_special_tokens": True, "id2label": {"0": "LABEL_0"}}
+    llama_marks = {"max_sequence_length": 2048, "rope_interleaved": False, "unsloth_fixed": True}
     assert gpt2_hf.fields_from_config({"model_type": "gpt2", **GPT2, **gpt2_marks})["vocab_size"] == VOCAB
     assert llama_hf.fields_from_config({"model_type": "llama", **LLAMA, **llama_marks})["vocab_size"] == VOCAB
 
@@ -412,8 +394,3 @@ def test_every_preset_survives_its_configuration():
             fields = hf.fields_from_config(hf.config_from_fields(config, 1024))
             ours = dataclasses.asdict(config) | ({"head_dim": config.head_size} if module is llama else {})
             assert dataclasses.asdict(dataclasses.replace(config, **fields)) == ours, name
-
-
-def test_a_model_without_a_relative_is_not_exported():
-    config = dataclasses.replace(llama.PRESETS["llama-tiny"], qkv_bias=True, qk_norm=True)
-    refuses(lambda: llama_hf.config_from_fields(config, 64), "no relative")

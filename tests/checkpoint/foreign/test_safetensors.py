@@ -17,6 +17,7 @@ from jfsdp.checkpoint.foreign import export
 from jfsdp.checkpoint.foreign.export import write_safetensors
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import read_whole
+from tests.checkpoint.arrays import Arrays
 from tests.refusals import refuses, refusing
 
 SHAPES = {
@@ -28,20 +29,6 @@ SHAPES = {
     "four": (2, 3, 4, 5),
     "empty": (0, 4),
 }
-
-
-class Arrays:
-    """Arrays in memory as a source, which counts what is read at once."""
-
-    def __init__(self, arrays):
-        self.values = arrays
-        self.arrays = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
-        self.most_bytes = 0
-
-    def read(self, name, index):
-        part = self.values[name][index].copy()
-        self.most_bytes = max(self.most_bytes, part.nbytes)
-        return part
 
 
 def make_arrays(dtype="float32", seed=0):
@@ -99,15 +86,18 @@ def test_a_slice_of_leading_dims_is_one_read_of_its_bytes(tmp_path, bytes_read):
 
 
 def test_an_index_joins_its_files(tmp_path):
-    parts = [{"a": np.arange(6.0).reshape(2, 3)}, {"b": np.arange(4)}]
-    for place, part in enumerate(parts):
-        safetensors.numpy.save_file(part, tmp_path / f"part-{place}.safetensors")
-    index = {"weight_map": {"a": "part-0.safetensors", "b": "part-1.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    for path in (tmp_path, tmp_path / "model.safetensors.index.json"):
+    """An array that it does not name is there, and none of another file than it says."""
+    files = {name: {name: np.arange(6.0), "inv_freq": np.zeros(3)} for name in ("one", "two")}
+    for name, arrays in files.items():
+        safetensors.numpy.save_file(arrays, tmp_path / f"{name}.safetensors")
+    index, named = tmp_path / "model.safetensors.index.json", {name: f"{name}.safetensors" for name in files}
+    index.write_text(json.dumps({"weight_map": named}))
+    for path in (tmp_path, index):
         source = SafetensorsSource(path)
-        assert np.array_equal(read_whole(source, "a"), parts[0]["a"])
-        assert np.array_equal(read_whole(source, "b"), parts[1]["b"])
+        assert set(source.arrays) == {"one", "two", "inv_freq"}
+        assert all(np.array_equal(read_whole(source, name), files[name][name]) for name in files)
+    index.write_text(json.dumps({"weight_map": named | {"inv_freq": "one.safetensors"}}))
+    refuses(lambda: SafetensorsSource(tmp_path), "two.safetensors", "inv_freq")
 
 
 def make_index(directory, weight_map):
@@ -115,9 +105,8 @@ def make_index(directory, weight_map):
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-@pytest.mark.parametrize(
-    ("weight_map", "facts"),
-    [
+def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path):
+    for weight_map, facts in (
         ({"a": "one.safetensors", "b": "two.safetensors"}, ["index.json", "two.safetensors"]),
         ({"a": "one.safetensors", "b": "one.safetensors"}, ["one.safetensors", "missing: b"]),
         ({}, []),
@@ -125,11 +114,9 @@ def make_index(directory, weight_map):
         ({"a": "../one.safetensors"}, ["'../one.safetensors'"]),
         ({"a": "/etc/passwd"}, ["'/etc/passwd'"]),
         ({"a": 7}, ["7"]),
-    ],
-)
-def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, weight_map, facts):
-    make_index(tmp_path, weight_map)
-    refuses(lambda: SafetensorsSource(tmp_path), *facts)
+    ):
+        make_index(tmp_path, weight_map)
+        refuses(lambda: SafetensorsSource(tmp_path), *facts)
 
 
 def test_the_links_of_a_cache_are_followed(tmp_path):
@@ -200,14 +187,14 @@ def test_no_file_exceeds_the_limit_but_for_an_array_that_does(tmp_path):
     assert all(np.array_equal(read_whole(source, name), arrays[name]) for name in arrays)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_dtype_changes_floating_arrays_alone(tmp_path, dtype):
+def test_a_dtype_changes_floating_arrays_alone(tmp_path):
     arrays = {"w": np.random.default_rng(0).normal(size=(5, 6)).astype(np.float32), "count": np.arange(3)}
-    write_safetensors(Arrays(arrays), tmp_path / "out", dtype=dtype, config={})
-    source, target = SafetensorsSource(tmp_path / "out"), np.dtype(getattr(ml_dtypes, dtype, dtype))
-    assert source.arrays["w"].dtype == target and source.arrays["count"].dtype == np.int64
-    assert np.array_equal(read_whole(source, "w"), arrays["w"].astype(target))
-    assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"torch_dtype": dtype}
+    for dtype in ("float32", "bfloat16", "float16"):
+        write_safetensors(Arrays(arrays), tmp_path / dtype, dtype=dtype, config={})
+        source, target = SafetensorsSource(tmp_path / dtype), np.dtype(getattr(ml_dtypes, dtype, dtype))
+        assert source.arrays["w"].dtype == target and source.arrays["count"].dtype == np.int64
+        assert np.array_equal(read_whole(source, "w"), arrays["w"].astype(target))
+        assert json.loads((tmp_path / dtype / "config.json").read_text()) == {"torch_dtype": dtype}
 
 
 def test_a_value_beyond_the_range_is_refused_and_nothing_stays(tmp_path):
@@ -256,16 +243,3 @@ def test_an_export_holds_no_more_than_it_says(given, written, size, monkeypatch,
     finally:
         tracemalloc.stop()
     assert source.most_bytes <= piece_bytes
-
-
-def test_an_array_that_the_index_does_not_name_is_there_but_not_one_of_another_file(tmp_path):
-    for file in ("one", "two"):
-        safetensors.numpy.save_file({file: np.ones(2), "inv_freq": np.zeros(3)}, tmp_path / f"{file}.safetensors")
-    make = tmp_path / "model.safetensors.index.json"
-    make.write_text(json.dumps({"weight_map": {"one": "one.safetensors", "two": "two.safetensors"}}))
-    assert set(SafetensorsSource(tmp_path).arrays) == {"one", "two", "inv_freq"}
-    make.write_text(
-        json.dumps({"weight_map": {"one": "one.safetensors", "two": "two.safetensors", "inv_freq": "one.safetensors"}})
-    )
-    with refusing("two.safetensors", "inv_freq"):
-        SafetensorsSource(tmp_path)
