@@ -18,12 +18,8 @@ from tests.refusals import check_facts, refuses
 ROOT = Path(__file__).parents[2]
 
 
-def test_flags_replace_those_of_the_same_name_and_keep_the_others():
-    merged = merge_flags("--xla_a=1 --xla_ab=2", {"xla_a": "3"})
-    assert merged.split() == ["--xla_ab=2", "--xla_a=3"]
-
-
 def test_flags_after_jax_is_imported_and_counts_that_cannot_be_simulated_are_refused(tmp_path):
+    assert merge_flags("--xla_a=1 --xla_ab=2", {"xla_a": "3"}).split() == ["--xla_ab=2", "--xla_a=3"]
     refuses(lambda: configure_xla(simulate_devices=2), "too late", error=RuntimeError)
     for count in (-1, 100_000_000):
         refuses(lambda count=count: configure_xla(simulate_devices=count), f"simulate_devices={count}")
@@ -89,21 +85,14 @@ def start(*command, **environment):
     )
 
 
-TRAIN = ("scripts/train.py", "--recipe", "stdlib", "--simulate-devices", "0")
-PLAN = ("-m", "jfsdp", "plan", "--model", "llama-tiny")
-FLAG, PLATFORM = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_bad=1"}, {"JAX_PLATFORMS": "nothere"}
-
-
-@pytest.mark.parametrize(
-    ("command", "environment", "status", "words"),
-    [
-        (TRAIN, FLAG, (1, -signal.SIGABRT), "--xla_bad=1"),
-        (PLAN, PLATFORM, (2,), "'nothere'"),
-    ],
-    ids=["train-flag", "plan-platform"],
-)
-def test_what_stops_jax_at_its_start_is_said(command, environment, status, words, tmp_path):
-    directory = ["--run-dir", str(tmp_path / "run")] if command is TRAIN else []
-    done = start(*command, *directory, **environment)
-    assert done.returncode in status
-    assert words in done.stderr and "Traceback" not in done.stderr, done.stderr
+def test_what_stops_jax_at_its_start_is_said(tmp_path):
+    flag, platform = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_bad=1"}, {"JAX_PLATFORMS": "nothere"}
+    train = "scripts/train.py", "--recipe", "stdlib", "--simulate-devices", "0", "--run-dir", str(tmp_path / "run")
+    plan = "-m", "jfsdp", "plan", "--model", "llama-tiny"
+    for command, environment, status, words in (
+        (train, flag, (1, -signal.SIGABRT), "--xla_bad=1"),
+        (plan, platform, (2,), "'nothere'"),
+    ):
+        done = start(*command, **environment)
+        assert done.returncode in status
+        assert words in done.stderr and "Traceback" not in done.stderr, done.stderr

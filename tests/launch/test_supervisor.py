@@ -71,9 +71,13 @@ def test_the_first_to_fail_is_named_last_with_what_it_said(supervise, capfd):
     assert "were killed: [0, 2]" in said and said.index("    disk full") > said.index("the last lines of process 1")
 
 
-def test_those_that_others_ended_are_not_to_blame(supervise, capfd):
+def test_those_that_others_ended_are_not_to_blame_nor_one_that_hangs(supervise, capfd):
     _, status = supervise("time.sleep(0.2 * rank); sys.exit({0: 76, 1: 76, 2: 4}[rank])")
     assert status == 4 and "process 2 failed first, with status 4" in capfd.readouterr().err
+    code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60 * (rank == 1)); sys.exit(76)"
+    _, status = supervise(code, 2, grace_s=0.5)
+    said = capfd.readouterr().err
+    assert status == 76 and "process 0 failed first, with status 76" in said and "were killed: [1]" in said
 
 
 def test_all_are_started_again_until_they_end_well(supervise, capfd):
@@ -106,10 +110,10 @@ def test_a_stopped_process_is_killed_and_named(supervise, capfd):
 
 
 def test_one_that_fails_first_twice_in_a_row_is_left_out_where_fewer_are_enough(supervise, capfd):
-    code = (
-        "print(os.environ['JFSDP_ABSENT'], os.environ['LOCAL_RANK'])\nsys.exit(9 if rank == 1 else 76 * (attempt < 2))"
+    told = "print(os.environ['JFSDP_ABSENT'], os.environ['LOCAL_RANK'])\n"
+    supervisor, status = supervise(
+        f"{told}sys.exit(9 if rank == 1 else 76 * (attempt < 2))", max_restarts=5, min_nproc=2
     )
-    supervisor, status = supervise(code, max_restarts=5, min_nproc=2)
     assert status == 0 and sorted(os.listdir(supervisor.log_dir)) == ["0", "1", "2"]
     assert sorted(os.listdir(supervisor.log_dir / "2")) == ["0.log", "2.log"]
     assert log(supervisor, 2, 1) == " 2\n" and log(supervisor, 2, 2) == "1 2\n", "it keeps its GPUs"
@@ -168,13 +172,6 @@ def test_a_hangup_that_nohup_ignores_ends_nothing(supervise):
     finally:
         signal.signal(signal.SIGHUP, before)
     assert status == 0  # and the processes ignore it too
-
-
-def test_what_others_hosts_ended_is_not_blamed_on_one_that_hangs(supervise, capfd):
-    code = "import signal\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\ntime.sleep(60 * (rank == 1)); sys.exit(76)"
-    _, status = supervise(code, 2, grace_s=0.5)
-    said = capfd.readouterr().err
-    assert status == 76 and "process 0 failed first, with status 76" in said and "were killed: [1]" in said
 
 
 def test_a_signal_while_processes_are_started_reaches_them_all(supervise, monkeypatch):

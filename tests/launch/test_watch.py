@@ -116,21 +116,15 @@ def test_a_file_system_that_does_not_answer_has_stopped(join, ended, monkeypatch
 
 
 def test_the_others_end_with_the_error_of_the_one_that_failed(join, ended, capfd):
-    store = Store()
-    join(store, process=0)
-    watch.tell_and_end("disk full", 1)
-    join(store, process=1)
-    with watch.Watch(0, PLACE):
-        wait_for(lambda: watch.ENDED_BY_OTHERS in ended)
-    assert ended[0] == 1
-    assert "process 0 of 2: disk full" in capfd.readouterr().err
-
-
-def test_an_error_that_followed_from_anothers_ends_with_the_others(join, ended, capfd):
+    """Also one whose own error followed from it."""
     store = Store()
     join(store, process=0)
     watch.tell_and_end("disk full", 4)
     join(store, process=1)
+    with watch.Watch(0, PLACE):
+        wait_for(lambda: watch.ENDED_BY_OTHERS in ended)
+    assert "process 0 of 2: disk full" in capfd.readouterr().err
+    del ended[1:]
     watch.tell_and_end("connection closed", 1)
     assert ended == [4, watch.ENDED_BY_OTHERS]
     assert "before: process 0 of 2: disk full" in capfd.readouterr().err
@@ -147,19 +141,16 @@ def test_where_one_cannot_begin_the_others_are_not_to_be_restarted_either(join, 
     assert set(ended) == {watch.USAGE}
 
 
-def test_one_process_alone_is_told_and_goes_on(ended, capfd):
+def test_one_process_alone_is_told_and_goes_on_or_ends_where_a_launcher_starts_it_again(ended, capfd, monkeypatch):
     with watch.Watch(0.1) as watching, watching.at("the data of step 3"):
         time.sleep(0.5)
     watch.tell_and_end("anything", 1)
     assert not ended and capfd.readouterr().err.count("the data of step 3 takes more than 0.1 s") == 2
-
-
-def test_one_process_alone_ends_where_a_launcher_will_start_it_again(ended, monkeypatch):
     monkeypatch.setenv(RESTART, "0")
     with watch.Watch(0.1) as watching, watching.at("the data of step 3"):
         wait_for(lambda: ended)
     assert ended == [watch.STUCK]
 
 
-def test_the_store_of_this_jax_is_found(monkeypatch):
+def test_the_store_of_this_jax_is_found():
     assert compat.coordination_store() == (None, 0, 1)
