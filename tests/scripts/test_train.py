@@ -36,7 +36,8 @@ def options(workspace):
     model = ["--model", "llama-tiny", "--model-config", *TINY, "--seq-len", 32, "--batch-per-device", 2]
     data = ["--data", workspace / "corpus", "--eval-fraction", 0.1, "--eval-batches", 2]
     when = ["--steps", STEPS, "--log-every", 1, "--checkpoint-every", 20, "--keep", 0, "--learning-rate", 3e-3]
-    return [*model, *data, *when, "--simulate-devices", 2, "--cache-dir", workspace / "cache", "--remat", "none"]
+    where = ["--simulate-devices", 2, "--cache-dir", workspace / "cache"]
+    return [*model, *data, *when, *where, "--sample-tokens", 0, "--remat", "none"]
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +89,7 @@ def test_sigterm_saves_the_step_it_was_in_and_resume_continues_bit_for_bit(unbro
     check_facts(done.stdout, "SIGTERM", f"step {last}", "step 30", f"{summary['eval_loss']:.4f}")
     assert 31 <= last < STEPS and (run_dir / "checkpoints" / str(last)).is_dir() and (run_dir / "loss.png").exists()
     # In a process of its own, which has compiled nothing for the unbroken run.
-    done = train(*ours, "--resume", "--sample-tokens", 8)
+    done = train(*ours, "--resume")
     assert done.returncode == 0, done.stderr
     assert f"resumed after step {last}" in done.stdout
     assert read_losses(run_dir) == read_losses(unbroken[0])
@@ -97,7 +98,7 @@ def test_sigterm_saves_the_step_it_was_in_and_resume_continues_bit_for_bit(unbro
 def test_a_run_that_its_launcher_starts_again_goes_on_by_itself(options, tmp_path, serve):
     """Without --run-dir in the directory that its first attempt made, and not in that of an older run."""
     where = tmp_path / "runs" / "llama-tiny-20260102-030405"
-    ours = [*options, "--sample-tokens", 0, "--decay-steps", 4]
+    ours = [*options, "--decay-steps", 4]
     (tmp_path / "runs" / "llama-tiny-20990101-000000" / "checkpoints" / "9").mkdir(parents=True)
     for attempt, steps in enumerate((2, 4)):
         told = {"JFSDP_RESTART": str(attempt), "JFSDP_LAUNCHED": "20260102-030405"}
@@ -112,7 +113,7 @@ def test_resume_from_an_earlier_step_puts_later_ones_aside_and_repeats_them(unbr
     shutil.copytree(unbroken[0], run_dir)
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 61, "los')
-    done = serve(*options, "--eval-every", 30, "--run-dir", run_dir, "--resume", 20, "--sample-tokens", 0)
+    done = serve(*options, "--eval-every", 30, "--run-dir", run_dir, "--resume", 20)
     assert done.returncode == 0, done.stderr
     assert read_losses(run_dir) == read_losses(unbroken[0])
     assert sorted(path.name for path in (run_dir / "replaced-1").iterdir()) == ["40", "60", "metrics.jsonl"]
@@ -122,7 +123,7 @@ def test_resume_from_an_earlier_step_puts_later_ones_aside_and_repeats_them(unbr
 def test_a_resumed_run_finds_its_compiled_step_in_the_cache(workspace, options):
     """On one device: programs for several devices of a CPU are not kept."""
     cache = workspace / "cache"
-    alone = [*options, "--simulate-devices", 1, "--checkpoint-every", 1, "--eval-every", 0, "--sample-tokens", 0]
+    alone = [*options, "--simulate-devices", 1, "--checkpoint-every", 1, "--eval-every", 0]
     compiled = []
     for more in (["--steps", 1], ["--steps", 2, "--resume"]):
         done = train(*alone, *more, "--decay-steps", 2, "--run-dir", workspace / "cached")
@@ -145,7 +146,7 @@ ROUNDING = ["--offload", "params,opt_state", "--no-reshard-after-backward", "--s
 )
 def test_a_run_goes_on_on_another_mesh_or_with_settings_that_round(more, fact, unbroken, options, tmp_path, serve):
     shutil.copytree(unbroken[0], tmp_path / "run")
-    when = ["--eval-every", 30, "--resume", 40, "--sample-tokens", 0]
+    when = ["--eval-every", 30, "--resume", 40]
     done = serve(*options, *more, *when, "--run-dir", tmp_path / "run")
     assert done.returncode == 0, done.stderr
     check_facts(done.stdout, fact, "no longer bit for bit")
@@ -188,7 +189,7 @@ def steep():
 def test_the_advice_to_a_run_that_diverged_can_be_followed(options, tmp_path, serve):
     (tmp_path / "steep_jobs.py").write_text(STEEP)
     ours = [*options[options.index("--seq-len") :], "--factory", "steep_jobs:steep", "--param-dtype", "none"]
-    ours += ["--sample-tokens", 0, "--run-dir", tmp_path / "run", "--steps", 40, "--checkpoint-every", 5]
+    ours += ["--run-dir", tmp_path / "run", "--steps", 40, "--checkpoint-every", 5]
     ours += ["--eval-fraction", 0, "--max-grad-norm", "none", "--warmup", 0, "--keep", 0]
     ours[ours.index("--learning-rate") + 1] = 1e3
     done = serve(*ours, cwd=tmp_path)
@@ -328,7 +329,7 @@ def test_every_option_that_may_be_left_out_is_read_alike():
 @pytest.mark.proof
 def test_with_averages_held_out_losses_are_theirs(unbroken, workspace, options):
     run_dir = workspace / "averages"
-    more = ["--steps", 30, "--decay-steps", STEPS, "--ema", 0.9999, "--sample-tokens", 0, "--run-dir", run_dir]
+    more = ["--steps", 30, "--decay-steps", STEPS, "--ema", 0.9999, "--run-dir", run_dir]
     done = train(*options, *more)
     assert done.returncode == 0, done.stderr
     ours, theirs = read_metrics(run_dir), read_metrics(unbroken[0])[:30]
@@ -426,7 +427,7 @@ def test_what_is_refused_in_the_first_step_begins_mended_in_the_same_directory(o
 @pytest.mark.proof
 def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tmp_path):
     (tmp_path / "steep_jobs.py").write_text(STEEP)
-    more = ["--steps", 4, "--param-dtype", "float16", "--sample-tokens", 0, "--run-dir", tmp_path / "run"]
+    more = ["--steps", 4, "--param-dtype", "float16", "--run-dir", tmp_path / "run"]
     ours = [*options[options.index("--seq-len") :], "--factory", "steep_jobs:steep"]
     done = train(*ours, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
