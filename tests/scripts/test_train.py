@@ -431,4 +431,5 @@ def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tm
     ours = [*options[options.index("--seq-len") :], "--factory", "steep_jobs:steep"]
     done = train(*ours, *more, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert [line["loss_scale"] for line in read_metrics(tmp_path / "run")] == [2.0**16] * 4
+    scales = [line["loss_scale"] for line in read_metrics(tmp_path / "run")]
+    assert scales == [2.0**16, 2.0**15, 2.0**14, 2.0**14], "gradients of 2 fit from the third step on"
