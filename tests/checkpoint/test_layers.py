@@ -20,7 +20,7 @@ from tests.refusals import refuses
 from tests.states import logical
 from tests.steps import fully_shard
 
-DIM, LAYERS = 12, 3
+DIM, LAYERS = 12, 2
 OPTIMIZERS = {
     "adam": optax.adam(1e-3),
     "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9),
@@ -47,13 +47,17 @@ class LinenNet(nn.Module):
         return x
 
 
+def four() -> jax.sharding.Mesh:
+    return jfsdp.make_mesh(devices=jax.devices()[:4])
+
+
 @functools.cache
 def model(api: str, stacked: bool, storage: str) -> jfsdp.ShardedModel:
     example = (jax.ShapeDtypeStruct((8, DIM), jnp.float32),)
     source: Any = (LinenNet(stacked), example)
     if api == "nnx":
         source = functools.partial(Net, stacked=stacked, dim=DIM, num_layers=LAYERS)
-    return fully_shard(source, min_size=8, **STORAGES[storage])
+    return fully_shard(source, mesh=four(), min_size=8, **STORAGES[storage])
 
 
 def lived_in(state: TrainState) -> TrainState:
@@ -64,7 +68,7 @@ def lived_in(state: TrainState) -> TrainState:
         if x.ndim and x.size > 1:
             part = tuple(map(slice, role.shape))
             inside[part] = 1 + np.arange(inside[part].size).reshape(inside[part].shape)
-        return jax.device_put(jnp.asarray(inside, x.dtype) + (x if x.ndim == 0 else 0), x.sharding)
+        return jax.device_put(jnp.asarray(inside, x.dtype) + (x + 1 if x.ndim == 0 else 0), x.sharding)
 
     return TrainState(**{**vars(state), "opt_state": state.roles.map(change, state.opt_state)})
 
@@ -105,7 +109,7 @@ def test_more_or_fewer_layers_than_the_checkpoint_has_are_refused_in_either_form
 
     def of(stacked, num_layers):
         source = functools.partial(Net, stacked=stacked, dim=DIM, num_layers=num_layers)
-        return fully_shard(source, min_size=8)
+        return fully_shard(source, mesh=four(), min_size=8)
 
     for stacked in (False, True):
         path = tmp_path / ("c" if stacked else "list")
@@ -134,7 +138,7 @@ def test_lists_of_lists_are_not_guessed(stacks_are_saved, only, tmp_path):
 
     tx = optax.sgd(1.0)
     nets = (Stacks, Lists) if stacks_are_saved else (Lists, Stacks)
-    saved, wanted = (fully_shard(net, min_size=4) for net in nets)
+    saved, wanted = (fully_shard(net, mesh=four(), min_size=4) for net in nets)
     jfsdp.checkpoint.save(tmp_path / "c", saved.init(tx))
     like = wanted.init(tx)
     refuses(lambda: jfsdp.checkpoint.restore(tmp_path / "c", like=like, only=only), "missing", "params")
