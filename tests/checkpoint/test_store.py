@@ -47,7 +47,8 @@ class Net(nnx.Module):
             self.extra = nnx.Param(jnp.ones(4))
 
 
-# Name -> how a model is sharded. On 3 and on 4 devices leaves are padded, each by another number.
+# Name -> how a model is sharded. On 3, 4 and 8 devices leaves are padded, each by another number; on 8 some of them
+# hold nothing of a leaf.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "one": {"sizes": {"fsdp": 1}},
     "full4": {"sizes": {"fsdp": 4}},
@@ -56,7 +57,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1bf16": {"sizes": {"fsdp": 4}, "strategy": "zero1", "param_dtype": "bfloat16"},
     "hfsdp2x3bf16": {"sizes": {"replica": 2, "fsdp": 3}, "opt_over": ("replica", "fsdp"), "param_dtype": "bfloat16"},
     "ddp4": {"sizes": {"fsdp": 4}, "strategy": "ddp"},
-    "flat4": {"sizes": {"fsdp": 4}, "program": "manual", "storage": "flat"},
+    "flat8": {"sizes": {"fsdp": 8}, "program": "manual", "storage": "flat"},
     "flatzero1bf16": {
         "sizes": {"fsdp": 3},
         "strategy": "zero1",
