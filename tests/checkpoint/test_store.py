@@ -57,6 +57,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero1bf16": {"sizes": {"fsdp": 4}, "strategy": "zero1", "param_dtype": "bfloat16"},
     "hfsdp2x3bf16": {"sizes": {"replica": 2, "fsdp": 3}, "opt_over": ("replica", "fsdp"), "param_dtype": "bfloat16"},
     "ddp4": {"sizes": {"fsdp": 4}, "strategy": "ddp"},
+    "flat4": {"sizes": {"fsdp": 4}, "program": "manual", "storage": "flat"},
     "flat8": {"sizes": {"fsdp": 8}, "program": "manual", "storage": "flat"},
     "flatzero1bf16": {
         "sizes": {"fsdp": 3},
@@ -68,7 +69,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 # From every layout into other padding, and from padded leaves with a low-precision copy into every layout.
-PAIRS = sorted({(name, "full3") for name in LAYOUTS} | {("hfsdp2x3bf16", name) for name in LAYOUTS})
+PAIRS = sorted({(name, "full3") for name in LAYOUTS} | {("hfsdp2x3bf16", name) for name in LAYOUTS if name != "flat4"})
 
 
 def make_model(name: str, factory: Any = Net) -> jfsdp.ShardedModel:
