@@ -1,9 +1,9 @@
 """Measure on one GPU the memory that a rank of a cluster takes: `one_rank.py --model llama-8b --nodes 8`.
 
-JAX is told of the whole cluster (its flag `jax_mock_gpu_topology`), and the step that one rank would run is compiled
-with XLA's autotuning and run on this machine's GPU, with collectives that send nothing. So the peak of memory is that
-of the rank, but for what NCCL takes (`jfsdp plan --reserve`), and all values are wrong: loss, gradients and seconds say
-nothing, and none is printed. State and batch are zeros in the shapes and shardings of the job.
+JAX's flag `jax_mock_gpu_topology` describes the whole cluster. The step of one rank is compiled with XLA's autotuning
+and runs on this machine's GPU; its collectives send nothing. The peak of memory is the rank's, without NCCL's buffers
+(`jfsdp plan --reserve`). Values and seconds are meaningless and are not printed. State and batch are zeros in the
+shapes and shardings of the job.
 
 XLA tries kernels while it compiles, and their memory would count. So one process compiles, and a second one measures.
 
@@ -134,7 +134,7 @@ def measure(options: RankOptions, mesh: Mesh) -> dict[str, Any]:
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Make the shards of an array that are here, each by its own device alone."""
+    """Make the shards of an array that are here, each on its own device."""
     sharding = shape.sharding
     assert sharding is not None
     local = sharding.shard_shape(shape.shape)
