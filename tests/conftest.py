@@ -2,7 +2,6 @@
 
 import gc
 import os
-import pathlib
 import sys
 
 import pytest
@@ -23,8 +22,6 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_cpu_collective_call_terminate_timeout_seconds=600",
         # Programs here are small: in one part they compile a fifth faster than in 32.
         "--xla_cpu_parallel_codegen_split_count=1",
-        # Programs for GPUs are compiled to be read, and none is run: nothing assembles their kernels.
-        f"--xla_gpu_cuda_data_dir={pathlib.Path(__file__).parent / 'cuda'}",
     ]
 )
 
