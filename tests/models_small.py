@@ -5,10 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
 
 import jfsdp
 
 VOCAB = 37  # prime: divides by no mesh
+
+
+class Lookup(nnx.Module):
+    """An embedding and a head: the least that tokens are trained with."""
+
+    def __init__(self, rngs):
+        self.embed, self.head = nnx.Embed(VOCAB, 16, rngs=rngs), nnx.Linear(16, VOCAB, rngs=rngs)
+
+    def __call__(self, tokens):
+        return self.head(self.embed(tokens))
 
 
 class Block(nnx.Module):
@@ -71,7 +82,8 @@ class LinenBlock(linen.Module):
 
     @linen.compact
     def __call__(self, x, _=None):
-        h = linen.Dense(4 * self.dim, name="up")(linen.RMSNorm(name="norm")(x))
+        h = checkpoint_name(linen.RMSNorm(name="norm")(x), "normed")
+        h = checkpoint_name(linen.Dense(4 * self.dim, name="up")(h), "hidden")
         return x + linen.Dense(self.dim, use_bias=False, name="down")(jax.nn.silu(h)), None
 
 
