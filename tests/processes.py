@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from jfsdp.launch.runtime import merge_flags
+from tests.compiling import compile_once
 
 ROOT = Path(__file__).parents[1]
 
@@ -101,6 +102,7 @@ def serve(address, num, index, into):
     import jax
 
     jax.distributed.initialize(address, int(num), int(index))
+    compile_once()
     with os.fdopen(int(into), "w") as answers:
         for line in sys.stdin:
             function, args = json.loads(line)

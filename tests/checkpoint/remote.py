@@ -43,10 +43,17 @@ def model(strategy: str, storage: str) -> jfsdp.ShardedModel:
     return fully_shard(Net, mesh=mesh, strategy=strategy, min_size=8, **engine)
 
 
-def state_of(strategy: str, storage: str = "per_parameter", seed: int = 0) -> jfsdp.TrainState:
-    state = model(strategy, storage).init(TX, seed=seed)
-    moments = jax.tree.map(lambda x: x + 1 if x.ndim == 0 else x * 2, state.opt_state)
-    return jfsdp.TrainState(**{**vars(state), "opt_state": moments})
+@functools.cache
+def first_state(strategy: str, storage: str) -> jfsdp.TrainState:
+    return model(strategy, storage).init(TX)
+
+
+def state_of(strategy: str, storage: str = "per_parameter", step: int = 0) -> jfsdp.TrainState:
+    """Return a state of other parameters and another count at each step."""
+    state = first_state(strategy, storage)
+    change = lambda x: x + (step + 1) if x.ndim == 0 else x * (step + 2)  # noqa: E731
+    params, moments = jax.tree.map(change, (state.params, state.opt_state))
+    return jfsdp.TrainState(**{**vars(state), "params": params, "opt_state": moments})
 
 
 def bounds(index) -> list[list[int]]:
@@ -100,7 +107,7 @@ def run(directory) -> Checkpointer:
 
 def save_step(directory, step, failing=None):
     """Save a step of a run; in one of the processes the disk is full at a given place."""
-    state = state_of("full_shard", seed=step)
+    state = state_of("full_shard", step=step)
     with failure(failing if failing and failing[0] == jax.process_index() else None):
         run(directory).save(step, state, {"process": jax.process_index(), "step": step})
         run(directory).wait()
@@ -160,7 +167,7 @@ def save_without_memory(directory, step):
 def leave_alone(directory, step):
     """Save a step; then one process ends with an error, of which the other learns nothing."""
     own = Checkpointer(directory)
-    own.save(step, state_of("full_shard", seed=step), {"step": step})
+    own.save(step, state_of("full_shard", step=step), {"step": step})
     if jax.process_index():
         own.close(alone=True)
         return []
@@ -170,8 +177,8 @@ def leave_alone(directory, step):
     return own.steps()
 
 
-def bits_of(seed):
-    return bits(state_of("full_shard", seed=seed))
+def bits_of(step):
+    return bits(state_of("full_shard", step=step))
 
 
 def num_elements(parts) -> int:
@@ -188,6 +195,7 @@ def _snapshots(directory, num_hosts):
     return Snapshots(f"{directory}/{jax.process_index() % num_hosts}", "run")
 
 
+@functools.cache
 def _state(strategy):
     from tests.checkpoint.test_store import TX, Net
 
