@@ -2,15 +2,12 @@
 
 import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from jfsdp import extras
 from tests.refusals import check_facts
-from tests.scripts.command import environment as training_environment
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 TINY = ["--model", "llama-tiny", "--model-config", "num_layers=1", "dim=64", "ffn_dim=96", "--seq-len", "16"]
@@ -18,21 +15,28 @@ TORCH = "torch-fsdp2"
 SHORT = ["--rounds", "1", "--steps", "2", "--warmup", "1", "--param-dtype", "none"]
 
 
-def run(*args, model=TINY, scripts=SCRIPTS, **environment):
-    command = [sys.executable, "-W", "ignore", str(scripts / "bench.py"), *model, *args]
-    variables = training_environment() | environment
-    return subprocess.run(command, capture_output=True, text=True, env=variables)
+@pytest.fixture
+def bench(monkeypatch):
+    """The script as a module. It starts no JAX: this process has."""
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    return importlib.import_module("bench")
 
 
-def result(*args, **how):
-    done = run(*args, "--json", **how)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture
+def result(bench, capsys):
+    def run(*args):
+        status = bench.main([*TINY, *args, "--json"])
+        out, err = capsys.readouterr()
+        assert status == 0, err
+        return json.loads(out)["settings"]
+
+    return run
 
 
-def test_jfsdp_and_pytorch_compute_the_same_losses():
+def test_jfsdp_and_pytorch_compute_the_same_losses(result):
     names = ["manual", "torch-fsdp2"]
-    settings = result(*SHORT, "--settings", *names, "--remat", "full")["settings"]
+    settings = result(*SHORT, "--settings", *names, "--remat", "full")
     assert list(settings) == names
     for own in settings.values():
         assert len(own["losses"][0]) == 4 and len(own["seconds"][0]) == 2
@@ -44,18 +48,10 @@ def test_jfsdp_and_pytorch_compute_the_same_losses():
 
 
 @pytest.mark.proof
-def test_every_setting_has_a_row():
+def test_every_setting_has_a_row(result):
     names = ["plain", "xla", "manual", "flat", "torch-fsdp2-compile"]
-    settings = result(*SHORT, "--settings", *names)["settings"]
+    settings = result(*SHORT, "--settings", *names)
     assert [settings[name]["ratio"]["median"] > 0 for name in names] == [True] * len(names)
-
-
-@pytest.fixture
-def bench(monkeypatch):
-    """The script as a module. It starts no JAX: this process has."""
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    return importlib.import_module("bench")
 
 
 WORKER = """
