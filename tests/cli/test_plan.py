@@ -1,6 +1,9 @@
 """`jfsdp plan` and `jfsdp audit`: what is printed, exit statuses, bad input."""
 
 import json
+import re
+import subprocess
+import sys
 import traceback
 from pathlib import Path
 
@@ -162,6 +165,17 @@ def test_search_writes_a_recipe_that_plan_takes(tmp_path, capsys):
     assert main(["plan", "--recipe", str(recipe), "--analytic", "--json"]) == 0
     assert main(["plan", *TINY, "--write-recipe", str(recipe)]) == 2
     assert "goes with --search" in capsys.readouterr().err
+
+
+@pytest.mark.proof
+def test_a_plan_reads_the_program_that_xla_compiles_with_tuning(tmp_path):
+    """Tilings of matmuls are in backend_config alone. In other processes: programs of this one are never tuned."""
+    paths = tmp_path / "plan.hlo", tmp_path / "tuned.hlo"
+    for path, tuned in zip(paths, ((), ("--xla", "xla_gpu_autotune_level=4"))):
+        command = ("plan", *TINY, "--gpu", "h100", "--dump-hlo", str(path), *tuned)
+        subprocess.run([sys.executable, "-m", "jfsdp", *command], check=True, capture_output=True)
+    found, wanted = (re.sub(r"(, (metadata=\{[^}]*\}|backend_config=.*))+", "", path.read_text()) for path in paths)
+    assert found.partition("\n")[2] == wanted.partition("\n")[2]
 
 
 @pytest.mark.parametrize(("text", "message"), [("", "no HLO"), ("HloModule x\nENTRY e { }", "scheduled")])

@@ -227,6 +227,16 @@ def test_gathers_that_run_again_are_named(suffix, cause):
         assert audit(repeat_gathers(text, suffix), layout, tolerance=2.0).is_ok
 
 
+def test_slices_that_were_compiled_in_another_order_are_named():
+    """Every layer's weights read forwards in the backward; see jax-ml/jax#46231."""
+    text, layout = clean()
+    stride = r'"byte_offset":"\d+","byte_stride":"-(\d+)"'
+    text, num_slices = re.subn(stride, r'"byte_offset":"0","byte_stride":"\1"', text)
+    report = audit(text, layout)
+    assert num_slices and "wrong-slice" in traps(report)
+    check_facts(found(report, "wrong-slice").message, "3", "2", "bf16")
+
+
 def test_activations_that_move_are_named():
     text, layout = clean()
     lines = text.splitlines()

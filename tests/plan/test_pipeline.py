@@ -182,7 +182,7 @@ def test_all_microbatches_wait_under_gpipe():
 
 
 def test_the_clock_finds_passes_and_what_stages_share():
-    step, module, _ = compiled()
+    step, module, _ = compiled("1f1b", 1, 1)
     clock = simulate(
         module, find_collectives(module, P * F, dict(step.layout.mesh_sizes)), Rates(Cluster(find_gpu("h100")))
     )

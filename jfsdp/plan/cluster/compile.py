@@ -16,6 +16,9 @@ from jfsdp.compat import reset_compilation_cache
 from jfsdp.engine.options import naming_options
 from jfsdp.plan.memory.buffer_assignment import read_dump
 
+# Without a GPU nothing measures which tiling of a matmul is fastest: XLA compiles candidates and takes the first one
+# that compiles. The scheduled program, its live ranges and its memory are the same to the letter without them.
+_UNTUNED = {"xla_gpu_autotune_level": 0}
 # Over these the process would hold gigabytes of printed constants for nothing that a plan reads.
 _DUMP = {"xla_dump_hlo_as_text": True, "xla_dump_large_constants": False}
 
@@ -41,7 +44,7 @@ class CompiledStep:
 
 
 def compile_step(lowered: Any, options: Mapping[str, Any]) -> CompiledStep:
-    """Compile `step.lower(...)`. Allocates nothing on any device.
+    """Compile `step.lower(...)`. Allocates nothing on any device, and tunes no kernel unless `options` say so.
 
     Args:
       options: options of XLA's compiler, such as `step.compiler_options`.
@@ -53,7 +56,7 @@ def compile_step(lowered: Any, options: Mapping[str, Any]) -> CompiledStep:
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="jfsdp-plan-") as directory:
         with naming_options():
-            compiled = lowered.compile(compiler_options={**options, **_DUMP, "xla_dump_to": directory})
+            compiled = lowered.compile(compiler_options={**_UNTUNED, **options, **_DUMP, "xla_dump_to": directory})
         compile_s = time.perf_counter() - begin
         text = compiled.as_text() or ""
         name = re.match(r"HloModule ([^\s,]+)", text)
