@@ -23,7 +23,6 @@ from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batch
 from tests.refusals import refuses
 from tests.states import logical
 from tests.steps import fully_shard
-from tests.thin import thin
 
 STEPS, RATE, LIMIT = 3, 1e-2, 1e-3
 path_aware_map: Any = traverse_util.path_aware_map
@@ -190,7 +189,12 @@ def check(name: str, api: str, place: str) -> None:
     assert worst < LIMIT, f"{leaf}: {worst:.1e}"
 
 
-@pytest.mark.parametrize(("name", "api", "place"), thin(PLACED, 7))
+QUICK = ("decay kernels", "freeze a backbone", "factored")
+
+
+@pytest.mark.parametrize(
+    ("name", "api", "place"), [pytest.param(*x, marks=[pytest.mark.proof] * (x[0] not in QUICK)) for x in PLACED]
+)
 def test_a_recipe_equals_one_device(name, api, place):
     check(name, api, place)
 

@@ -19,7 +19,7 @@ from tests.states import logical
 from tests.steps import fully_shard
 from tests.thin import thin
 
-TX = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9), jfsdp.optim.track_ema(0.9))
+TX = optax.chain(optax.adafactor(1e-2, min_dim_size_to_factor=8), jfsdp.optim.track_ema(0.9))
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "full8": {"sizes": {"fsdp": 8}},
@@ -91,6 +91,7 @@ def assert_stands_like(state: jfsdp.TrainState, like: jfsdp.TrainState) -> None:
         assert (value.shape, value.dtype, value.sharding) == (wanted.shape, wanted.dtype, wanted.sharding)
 
 
+QUICK = [("full8", "full3"), ("hfsdp2x3bf16", "full8"), ("full8", "flathfsdp2x3bf16")]
 PAIRS = [(source, target) for source in ("full8", "hfsdp2x3bf16") for target in LAYOUTS if target != source]
 PAIRS += [
     ("full3", "full8"),
@@ -101,7 +102,9 @@ PAIRS += [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), thin(PAIRS, 8))
+@pytest.mark.parametrize(
+    ("source", "target"), [pytest.param(*x, marks=[pytest.mark.proof] * (x not in QUICK)) for x in PAIRS]
+)
 def test_reshard_is_bitwise_into_any_mesh_and_strategy(source, target):
     model = make(target)
     before = logical(lived_in(source))
@@ -122,6 +125,7 @@ def test_there_and_back_again_changes_no_bit_and_no_padding():
         assert np.asarray(value).tobytes() == np.asarray(wanted).tobytes()
 
 
+@pytest.mark.proof
 def test_training_goes_on_after_resharding_as_if_nothing_had_been():
     model = make("zero1replica")
     there = train(model, jfsdp.checkpoint.reshard(lived_in("full8"), model))
@@ -140,7 +144,7 @@ def test_a_layout_alone_takes_the_devices_of_the_state_in_their_order():
 
 
 def test_donating_frees_the_old_state_as_it_goes():
-    old = jfsdp.checkpoint.reshard(lived_in("zero1bf16"), make("zero1bf16"))
+    old = jfsdp.checkpoint.reshard(lived_in("hfsdp2x3bf16"), make("zero1bf16"))
     wanted = logical(old)
     new = jfsdp.checkpoint.reshard(old, make("hfsdp2x3bf16"), donate=True)
     assert all(x.is_deleted() for x in jax.tree.leaves(old))
@@ -155,8 +159,9 @@ def test_donating_frees_the_old_state_as_it_goes():
 def test_the_result_shares_no_buffer_with_the_state_given():
     old = jfsdp.checkpoint.reshard(lived_in("full8"), make("full8"))
     new = jfsdp.checkpoint.reshard(old, make("full8"))
-    train(make("full8"), new, 1)
-    assert not any(x.is_deleted() for x in jax.tree.leaves(old))
+    for x in jax.tree.leaves(new):
+        x.delete()
+    assert_same_bits(logical(old), logical(lived_in("full8")))
 
 
 def test_layouts_of_other_models_are_refused_with_what_differs():
@@ -181,7 +186,7 @@ def test_a_mesh_that_does_not_fit_is_refused():
     refuses(lambda: move(make("full8").abstract_state(TX), make("full3")), "shapes only")
 
 
-@pytest.mark.parametrize("name", thin(["zero1bf16", "full3", "full8"], 3))
+@pytest.mark.parametrize("name", thin(["hfsdp2x3bf16", "full3", "full8"], 3))
 def test_full_returns_one_whole_array_of_logical_shape(name):
     state = lived_in(name)
     for path, wanted in logical(state).items():

@@ -26,7 +26,7 @@ from tests.refusals import refuses, refusing
 from tests.steps import fully_shard
 from tests.thin import thin
 
-TX = optax.adam(1e-2)
+TX = optax.sgd(1e-2, momentum=0.9)
 MESHES = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}, "3": {"fsdp": 3}, "1": {"fsdp": 1}}
 
 
@@ -37,8 +37,8 @@ def make(source: Any = Tower, mesh="8", **options: Any):
     return fully_shard(source, mesh=jfsdp.make_mesh(**sizes, devices=devices), **options)
 
 
-def train(model, tx=TX, num=2, **step_options):
-    state, step = model.init(tx), model.train_step(token_loss, tx, max_grad_norm=0.5, check_loss=False, **step_options)
+def train(model, tx=TX, num=2):
+    state, step = model.init(tx), model.train_step(token_loss, tx, check_loss=False)
     for batch in make_batches(num, rows=24):
         state, metrics = step(state, batch)
     return state, metrics
@@ -62,10 +62,10 @@ def test_a_device_makes_its_chunk_of_its_own_shards():
     model = make()
     params = model.init(TX).params
     for buffer in model.layout.buffers:
-        whole = np.asarray(pack(buffer, params))
+        whole = np.asarray(pack(buffer, jax.device_get(params)))
         for place, device in enumerate(model.mesh.devices.flat):
-            own = {
-                view.path: next(x.data for x in params[view.path].addressable_shards if x.device == device)
+            own: dict[str, Any] = {
+                view.path: next(np.asarray(x.data) for x in params[view.path].addressable_shards if x.device == device)
                 for view in buffer.views
             }
             chunk = whole[..., place * buffer.chunk : (place + 1) * buffer.chunk]
@@ -112,8 +112,8 @@ OPTIMIZERS = {
 }
 
 
-# test_recipes.py trains masks and factored moments under flat storage too.
-@pytest.mark.parametrize("name", thin(["partition", "masked decay", "bfloat16 moments and averages", "adafactor"], 4))
+@pytest.mark.proof  # with the tests test_recipes.py trains masks, partitions and factored moments under flat storage
+@pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_see_the_leaves_by_name_and_shape(name):
     tx = OPTIMIZERS[name]
     wanted, metrics = train(make(storage="per_parameter", min_size=0), tx)
@@ -166,7 +166,7 @@ def test_averages_evaluation_and_full_see_the_leaves():
     for change in (lambda s: s, jfsdp.optim.with_ema):
         found, wanted = model.forward(fn)(change(state), tokens), plain.forward(fn)(change(moved), tokens)
         np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
-    name = "opt_state.0.0.nu.blocks.down.kernel"
+    name = "opt_state.0.0.trace.blocks.down.kernel"
     np.testing.assert_array_equal(jfsdp.checkpoint.gather_leaf(state, name), jfsdp.checkpoint.gather_leaf(moved, name))
     with refusing("blocks.dwn.kernel"):
         jfsdp.checkpoint.gather_leaf(state, "blocks.dwn.kernel")
@@ -255,7 +255,7 @@ def test_offloaded_weights_of_a_unit_that_is_also_called_in_place(storage):
     found = []
     for offload in (None, jfsdp.OffloadPolicy(params=True)):
         model = make(Mixed, storage=storage, min_size=0, offload_policy=offload)
-        found.append(model.train_step(loss, TX)(model.init(TX), rows)[1])
+        found.append(model.train_step(loss, TX, check_loss=False)(model.init(TX), rows)[1])
     np.testing.assert_allclose(found[0]["grad_norm"], found[1]["grad_norm"], rtol=1e-6)
 
 
@@ -286,7 +286,7 @@ def test_theory_shows_the_padding_of_leaves():
 
 def test_a_step_has_one_gather_and_one_reduction_per_unit():
     devices = hlo.h100s(1)
-    source = lambda rngs: Tower(rngs, stacked=False, dim=64)  # noqa: E731
+    source = lambda rngs: Tower(rngs, stacked=False, dim=64, num_layers=2)  # noqa: E731
     model = fully_shard(source, mesh=jfsdp.make_mesh(devices=devices), units=[Block], program="manual", storage="flat")
     # Thresholds of one byte: what XLA would combine by itself stays apart, so that what is counted is ours.
     apart = {f"xla_gpu_{k}_combine_threshold_bytes": 1 for k in ("all_gather", "reduce_scatter", "all_reduce")}
@@ -297,4 +297,4 @@ def test_a_step_has_one_gather_and_one_reduction_per_unit():
     for item in hlo.collectives(text, 8):
         if item.kind in counts:
             counts[item.kind] += item.count * len(item.parts)
-    assert counts == {"all-gather": 2 * 3 + 1, "reduce-scatter": 3 + 1}
+    assert counts == {"all-gather": 2 * 2 + 1, "reduce-scatter": 2 + 1}

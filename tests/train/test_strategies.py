@@ -102,10 +102,11 @@ def test_frozen_leaves_keep_their_bits_and_have_no_optimizer_state(name, strateg
 
 
 def test_training_beside_frozen_leaves_equals_one_device():
-    wanted = reference.train(tower, token_loss, TX, make_batches(3), frozen=["blocks"]).params
+    tx = optax.sgd(0.1, momentum=0.9)
+    wanted = reference.train(tower, token_loss, tx, make_batches(3), frozen=["blocks"]).params
     model = make(frozen="blocks")
-    state = model.init(TX)
-    step = model.train_step(token_loss, TX, check_loss=False)
+    state = model.init(tx)
+    step = model.train_step(token_loss, tx, check_loss=False)
     for batch in make_batches(3):
         state, _ = step(state, batch)
     found = {name: reference.logical(state, name, x) for name, x in state.params.items()}
@@ -119,7 +120,7 @@ def memories(arrays):
 
 @pytest.mark.parametrize(
     ("part", "strategy"),
-    [("params", "zero1"), ("opt_state", "full_shard")],
+    [("params", "zero1"), pytest.param("opt_state", "full_shard", marks=pytest.mark.proof)],
 )
 def test_what_is_offloaded_stands_in_host_memory_before_and_after_a_step(strategy, part):
     model = make(strategy, "bfloat16", offload_policy=jfsdp.OffloadPolicy(**{part: True}))
@@ -141,7 +142,7 @@ def test_small_leaves_are_not_offloaded():
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy"), thin([(("llama", "gpt2")[i % 2], name) for i, name in enumerate(reversed(FORMULAS))], 8)
+    ("name", "strategy"), thin([(("tower-list", "tied")[i % 2], name) for i, name in enumerate(reversed(FORMULAS))], 8)
 )
 def test_evaluation_gives_the_logits_of_one_device(name, strategy):
     case = MODELS[name]

@@ -49,7 +49,7 @@ def make_batch():
 @pytest.mark.parametrize(("program", "accumulate"), thin([("manual", 2), ("manual", 1), ("xla", 1), ("xla", 2)]))
 def test_a_loss_in_float64_is_that_of_one_device(program, accumulate):
     model = fully_shard(deep(jnp.float64), min_size=1, program=program)
-    state, metrics = model.train_step(loss, TX, accumulate=accumulate)(model.init(TX), make_batch())
+    state, metrics = model.train_step(loss, TX, accumulate=accumulate, check_loss=False)(model.init(TX), make_batch())
 
     plain = deep(jnp.float64)(nnx.Rngs(0))
     wanted, grads = nnx.jit(nnx.value_and_grad(lambda m: (f := loss(m, make_batch())).total / f.weight))(plain)
