@@ -37,12 +37,18 @@ def make_model(**overrides):
     """A small model, and weights whose norms and biases are not at their trivial initial values."""
     model = gpt2.GPT2(dataclasses.replace(SMALL, **overrides))
     rng = np.random.default_rng(1)
-    flat = flatten(model.init(jax.random.key(0), make_tokens()))
+    flat = jax.device_get(flatten(jax.jit(model.init)(jax.random.key(0), make_tokens())))
     for name, w in flat.items():
         is_vector = name.endswith((".scale", ".bias"))
         # Tenfold, so that attention is far from uniform and GELU far from linear.
         flat[name] = w + 0.3 * rng.normal(size=w.shape).astype(np.float32) if is_vector else 10 * w
     return model, unflatten(flat)
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="deterministic")
+def apply(model, variables, tokens, ids=None, positions=None, seed=0, deterministic=True):
+    rngs = {"dropout": jax.random.key(seed)}
+    return model.apply(variables, tokens, ids, positions, rngs=rngs, deterministic=deterministic)
 
 
 def flatten(variables) -> dict[str, Any]:
@@ -112,7 +118,7 @@ def test_logits_equal_a_naive_numpy_model(stacked):
     tokens = make_tokens(1, 20)
     expected = numpy_gpt2(listed(flat, 3) if stacked else flat, model.config, np.asarray(tokens[0]))
     assert np.abs(expected).max() > 3, "the weights must be large enough to tell models apart"
-    np.testing.assert_allclose(jax.jit(model.apply)(variables, tokens)[0], expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(apply(model, variables, tokens)[0], expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", PUBLISHED_PARAMS)
@@ -129,7 +135,7 @@ def test_parameter_counts_are_the_published_ones(name):
 @pytest.mark.parametrize("stacked", thin([True, False]))
 def test_initialization_is_the_published_one(stacked):
     config = dataclasses.replace(gpt2.PRESETS["gpt2"], num_layers=3, vocab_size=500, stacked=stacked)
-    flat = flatten(gpt2.GPT2(config).init(jax.random.key(0), make_tokens()))
+    flat = jax.device_get(flatten(jax.jit(gpt2.GPT2(config).init)(jax.random.key(0), make_tokens())))
     for name, w in flat.items():
         if name.endswith("bias"):
             assert not w.any(), name
@@ -150,17 +156,15 @@ def test_initialization_is_the_published_one(stacked):
 def test_a_packed_row_gives_each_document_its_own_logits(given):
     model, variables = make_model()
     lengths = [7, 1, 9]
-    documents = [make_tokens(1, n, seed=n) for n in lengths]
-    row = jnp.concatenate([*documents, jnp.full((1, 3), 5, jnp.int32)], axis=1)
-    ids = jnp.asarray(np.repeat([1, 2, 3, 0], [*lengths, 3])[None], jnp.int32)
-    positions = jnp.asarray(np.concatenate([np.arange(n) for n in (*lengths, 3)])[None]) if given else None
-    packed = model.apply(variables, row, ids, positions)
+    documents = np.asarray(make_tokens(3, 9))  # what follows a document in its own row is not seen by it
+    row = np.concatenate([*(document[:n] for document, n in zip(documents, lengths)), [5] * 3])[None].astype(np.int32)
+    ids = np.repeat([1, 2, 3, 0], [*lengths, 3])[None].astype(np.int32)
+    positions = np.concatenate([np.arange(n) for n in (*lengths, 3)])[None] if given else None
+    packed = apply(model, variables, row, ids, positions)
     assert np.isfinite(packed).all()
-    start = 0
-    for document in documents:
-        stop = start + document.shape[1]
-        np.testing.assert_allclose(packed[:, start:stop], model.apply(variables, document), rtol=0, atol=1e-4)
-        start = stop
+    alone = apply(model, variables, documents)
+    for n, start, logits in zip(lengths, (0, 7, 8), alone, strict=True):
+        np.testing.assert_allclose(packed[0, start : start + n], logits[:n], rtol=0, atol=1e-4)
 
 
 def test_a_row_longer_than_the_table_of_positions_is_refused():
@@ -170,7 +174,7 @@ def test_a_row_longer_than_the_table_of_positions_is_refused():
 
 def test_a_token_outside_the_vocabulary_is_loud():
     model, variables = make_model()
-    assert np.isnan(model.apply(variables, jnp.full((1, 4), SMALL.vocab_size))).any()
+    assert np.isnan(apply(model, variables, jnp.full((1, 20), SMALL.vocab_size))).any()
 
 
 @pytest.mark.parametrize(("stacked", "dropout"), thin([(True, 0.0), (False, 0.0), (True, 0.1)]))
@@ -190,7 +194,7 @@ def test_bfloat16_weights_meet_no_float32_matmul_with_a_weight(stacked, dropout)
     weight_matmuls = [operands for operands in avals if any(a.ndim == 2 or 3 in a.shape for a in operands)]  # [D 3 H A]
     assert len(weight_matmuls) >= 3 * 5, "the search for matmuls found too few of them"
     assert all(a.dtype == jnp.bfloat16 for operands in weight_matmuls for a in operands)
-    assert model.apply(variables, tokens).dtype == jnp.bfloat16
+    assert jax.eval_shape(model.apply, variables, tokens).dtype == jnp.bfloat16
 
 
 def batch_of(tokens):
@@ -204,13 +208,11 @@ def test_dropout_acts_in_training_only_and_differs_between_keys():
     model, variables = make_model(dropout=0.2)
     tokens = make_tokens()
     plain, _ = make_model()
-    np.testing.assert_array_equal(model.apply(variables, tokens), plain.apply(variables, tokens))
+    np.testing.assert_array_equal(apply(model, variables, tokens), apply(plain, variables, tokens))
+    noisy = functools.partial(apply, model, variables, tokens, deterministic=False)
 
-    def noisy(seed):
-        return model.apply(variables, tokens, deterministic=False, rngs={"dropout": jax.random.key(seed)})
-
-    np.testing.assert_array_equal(noisy(0), noisy(0))
-    assert not np.allclose(noisy(0), noisy(1), atol=0.1)
+    np.testing.assert_array_equal(noisy(seed=0), noisy(seed=0))
+    assert not np.allclose(noisy(seed=0), noisy(seed=1), atol=0.1)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -219,33 +221,33 @@ def test_attention_with_dropout_that_drops_nothing_is_the_fused_attention(packed
     model, variables = make_model(attention_dropout=1e-12)
     tokens = make_tokens()
     ids = jnp.asarray(np.repeat([[1] * 7 + [2] * 5], 2, axis=0)) if packed else None
-    trained = model.apply(variables, tokens, ids, deterministic=False, rngs={"dropout": jax.random.key(0)})
-    np.testing.assert_allclose(trained, model.apply(variables, tokens, ids), rtol=0, atol=1e-4)
+    trained = apply(model, variables, tokens, ids, deterministic=False)
+    np.testing.assert_allclose(trained, apply(model, variables, tokens, ids), rtol=0, atol=1e-4)
 
 
 def test_attention_dropout_masks_differ_between_rows_heads_and_layers():
     model, variables = make_model(attention_dropout=0.5)
     row = make_tokens(1)
     tokens = jnp.concatenate([row, row])
-    logits = model.apply(variables, tokens, deterministic=False, rngs={"dropout": jax.random.key(0)})
+    logits = apply(model, variables, tokens, deterministic=False)
     assert not np.allclose(logits[0], logits[1], atol=0.1)
 
 
 def test_a_job_trains_with_dropout_and_is_evaluated_without():
     job = gpt2.JOBS["gpt2"]["configure"](num_layers=1, dim=32, num_heads=2, vocab_size=61)
     module, inputs = job["model"]
-    variables = module.init(jax.random.key(0), jnp.zeros(inputs[0].shape, jnp.int32))
-    batch = batch_of(make_tokens())
 
-    def call(*args, **kwargs):
-        return module.apply(variables, *args, **kwargs)
+    @jax.jit
+    def totals():
+        variables = module.init(jax.random.key(0), jnp.zeros(inputs[0].shape, jnp.int32))
+        call = functools.partial(module.apply, variables, rngs={"dropout": jax.random.key(0)})
+        plain = functools.partial(module.apply, variables)
+        each = (losses.next_token_loss, plain), (job["eval_loss"], plain), (job["loss"], call)
+        return [loss(model, batch_of(make_tokens())).total for loss, model in each]
 
-    def call_with_rng(*args, **kwargs):
-        return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **kwargs)
-
-    expected = losses.next_token_loss(call, batch)
-    assert job["eval_loss"](call, batch).total == expected.total
-    assert abs(job["loss"](call_with_rng, batch).total - expected.total) > 1e-3
+    expected, evaluated, trained = totals()
+    assert evaluated == expected
+    assert abs(trained - expected) > 1e-3
 
 
 # ---- decay, flops, jobs ----

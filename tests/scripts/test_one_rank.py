@@ -8,11 +8,9 @@ from scripts import one_rank
 from tests.refusals import check_facts
 
 
-@pytest.mark.parametrize(
-    "extra", [{}, {"offload": ("opt_state",), "lora": ((("rank", 2), ("targets", ("**.q_proj.kernel",))),)}]
-)
-def test_a_rank_holds_its_shards_of_the_state(extra):
-    options = one_rank.RankOptions(model="llama-tiny", seq_len=16, steps=2, **extra)
+def test_a_rank_holds_its_shards_of_the_state():
+    lora = (("rank", 2), ("targets", ("**.q_proj.kernel",)))
+    options = one_rank.RankOptions(model="llama-tiny", seq_len=16, steps=2, offload=("opt_state",), lora=(lora,))
     mesh = make_mesh(fsdp=4, devices=jax.devices()[:4])
     shapes = one_rank.shard_planned(options, mesh=mesh).step.abstract_state()
     shards = [

@@ -13,11 +13,11 @@ from flax import nnx
 
 import jfsdp
 from examples import vit
-from jfsdp.trainer.preferences import KINDS, pair_batch, preference_loss, score_answers, with_preference
+from jfsdp.trainer.preferences import KINDS, pair_batch, preference_loss, with_preference
 from tests.pairwise import cover
 from tests.refusals import refuses
 from tests.steps import fully_shard
-from tests.thin import thin
+from tests.thin import each_value, thin
 
 VOCAB, DIM, LENGTH, PAIRS, BETA = 24, 8, 7, 48, 0.3
 EXACT = 1e-12
@@ -105,7 +105,7 @@ COLUMNS = {
 
 @pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")  # the embedding is not cut over tensor
 @pytest.mark.parametrize(
-    ("kind", *COLUMNS), [(list(KINDS)[place % len(KINDS)], *row) for place, row in enumerate(cover(COLUMNS))]
+    ("kind", *COLUMNS), each_value([(list(KINDS)[place % len(KINDS)], *row) for place, row in enumerate(cover(COLUMNS))])
 )
 def test_losses_and_gradients_are_exact(kind, sizes, program, strategy, accumulate):
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
@@ -128,29 +128,27 @@ def test_losses_and_gradients_are_exact(kind, sizes, program, strategy, accumula
     thin([("llama-tiny", "manual"), ("llama-tiny", "xla"), ("gpt2-tiny", "xla"), ("gpt2-tiny", "manual")]),
 )
 def test_models_score_answers_without_logits_of_whole_rows(name, program):
-    """Sums by row in chunks, and their gradient, beside whole logits; GPT-2 without its dropout."""
+    """The loss by row in chunks, and its gradient, beside whole logits; GPT-2 without its dropout."""
     small = {"num_layers": 2, "vocab_size": 40, "dim": 32, "loss_chunk": 3}
     job = jfsdp.trainer.find_job(name).with_config(**small)
-    model = fully_shard(job.model, mesh=jfsdp.make_mesh(fsdp=4, devices=jax.devices()[:4]), units=job.units)
-    state, batch = model.init(optax.identity()), {**make_batch()}
-    batch["weights"] = batch["weights"].astype(np.float32)
+    mesh = jfsdp.make_mesh(fsdp=4, devices=jax.devices()[:4])
+    model = fully_shard(job.model, mesh=mesh, units=job.units, program=program)
+    state = model.init(optax.identity())
+    batch = {name: x.astype(np.float32) if x.dtype == np.float64 else x for name, x in make_batch().items()}
 
     def plain(module, batch):
         rows = {name: batch[name].reshape(-1, LENGTH) for name in ("tokens", "targets", "weights")}
         return row_loss(module, rows).total.reshape(-1, 2) * -1
 
-    found, counts = model.forward(functools.partial(score_answers, job))(state, batch)
-    np.testing.assert_allclose(found, model.forward(plain)(state, batch), rtol=2e-5, atol=2e-5)
-    np.testing.assert_array_equal(counts, batch["weights"].sum(-1))
     by_chunks = with_preference(job, "dpo", BETA).loss
 
     def whole(module, batch):
         return preference_loss(plain(module, batch), batch["weights"].sum(-1), batch["reference"], beta=BETA)
 
-    batch["reference"] = batch["reference"].astype(np.float32)
-    sharded = fully_shard(job.model, mesh=model.mesh, units=job.units, program=program)
-    ours, theirs = (sharded.grads(loss, check_loss=False)(state, batch)[1] for loss in (by_chunks, whole))
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+    ours, theirs = (model.grads(loss, check_loss=False)(state, batch)[1:] for loss in (by_chunks, whole))
+    for name in ("loss", "weight", "reward_chosen"):
+        np.testing.assert_allclose(ours[1][name], theirs[1][name], rtol=2e-5, atol=2e-5)
+    for a, b in zip(jax.tree.leaves(ours[0]), jax.tree.leaves(theirs[0]), strict=True):
         np.testing.assert_allclose(a, b, atol=2e-6 + 2e-5 * np.abs(b).max())
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -94,6 +95,7 @@ def sample(sharded, tmp_path):
     return sample
 
 
+@pytest.mark.parametrize("sharded", ["llama-tiny"], indirect=True)
 def test_samples_begin_with_the_prompt_repeat_with_their_seed_and_differ_between_rows(sample):
     texts = sample(seed=1, prompt="def ")
     assert len(texts) == 8 and len(set(texts)) > 1 and all(text.startswith("def ") for text in texts)
@@ -109,16 +111,17 @@ def test_a_prompt_that_fills_a_row_is_refused(sample):
 
 @pytest.fixture(scope="module")
 def images():
-    """A Vision Transformer with dropout and batch statistics, after a few steps of training."""
+    """A Vision Transformer with dropout, and batch statistics that no batch has."""
     sizes = {"dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 32}
     config = dataclasses.replace(vit.CONFIG, **sizes, norm="batch", dropout=0.3)
     job = dataclasses.replace(vit.job(), model=functools.partial(vit.ViT, config))
     model = fully_shard(job.model, units=job.units, min_size=1, remat="none")
-    tx = job.optimizer(1e-2)
-    state, step = model.init(tx, seed=0), model.train_step(job.loss, tx, program="xla")
-    for seed in range(3):
-        state, _ = step(state, _image_batch(seed))
-    return job, model, state
+    state = model.init(optax.identity(), seed=0)
+    moved = {
+        name: x + 0.5 if name.endswith((".mean", ".var")) else x
+        for name, x in state.model_state.items()
+    }
+    return job, model, dataclasses.replace(state, model_state=moved)
 
 
 def _image_batch(seed):
@@ -151,5 +154,3 @@ def test_evaluation_drops_nothing_and_uses_the_stored_statistics(images):
     assert loss == pytest.approx(-(chosen * batch["weights"]).sum() / weight, rel=1e-4)
     correct = (logits.argmax(-1) == batch["labels"]) * batch["weights"]
     assert aux == {"correct": pytest.approx(correct.sum() / weight)}
-    trained = make_evaluator(model, job.loss, lambda: [batch])(state)
-    assert abs(trained.loss - loss) > 1e-3, "the training loss must be another"
