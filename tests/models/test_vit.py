@@ -52,6 +52,12 @@ def variables_of(model):
     return {".".join(map(str, path)): np.asarray(variable[...], np.float64) for path, variable in flat}
 
 
+@nnx.jit
+def train(model, images):
+    return model(images)
+
+
+@nnx.jit
 def evaluate(model, images):
     return nnx.view(model, raise_if_not_found=False, deterministic=True, use_running_average=True)(images)
 
@@ -121,7 +127,7 @@ def test_batch_norm_uses_the_batch_in_training_and_the_stored_statistics_in_eval
     model = make_model(norm="batch")
     before, images = variables_of(model), make_images()
     trained = numpy_vit(before, model.config, np.asarray(images, np.float64), stored=False)
-    np.testing.assert_allclose(model(images), trained, rtol=0, atol=5e-5)
+    np.testing.assert_allclose(train(model, images), trained, rtol=0, atol=5e-5)
     assert not np.allclose(trained, numpy_vit(before, model.config, np.asarray(images, np.float64)), atol=1e-2)
 
 
@@ -132,7 +138,7 @@ def test_a_training_call_moves_the_stored_statistics_of_every_layer(stacked):
     x = numpy_linear(numpy_patches(np.asarray(make_images(), np.float64), 4), before, "embed.patch")
     token = np.repeat(before["embed.class_token"], len(x), axis=0)
     x = np.concatenate([token, x], axis=1) + before["embed.positions"]
-    model(make_images())
+    train(model, make_images())
     after = variables_of(model)
     statistics = [name for name in before if name.endswith((".mean", ".var"))]
     assert len(statistics) == (6 if stacked else 14)
@@ -149,14 +155,16 @@ def test_a_training_call_moves_the_stored_statistics_of_every_layer(stacked):
 def test_evaluation_loss_changes_nothing_in_the_model():
     model = make_model(norm="batch", dropout=0.3)
     before = jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat, nnx.RngCount))))
-    first = vit.evaluation_loss(model, make_batch())
+    evaluation_loss = nnx.jit(vit.evaluation_loss)
+    first = evaluation_loss(model, make_batch())
     plain = losses.cross_entropy(evaluate(model, make_images()), make_batch()["labels"], jnp.ones(5))
     assert first.total == pytest.approx(float(plain.total), rel=1e-6)
-    assert first.total == vit.evaluation_loss(model, make_batch()).total
+    assert first.total == evaluation_loss(model, make_batch()).total
     after = nnx.to_pure_dict(nnx.state(model, (nnx.Param, nnx.BatchStat, nnx.RngCount)))
     jax.tree.map(np.testing.assert_array_equal, before, after)
-    trained = losses.classification_loss(model, make_batch()).total
-    assert trained != losses.classification_loss(model, make_batch()).total, "the model must still be in training mode"
+    loss = nnx.jit(losses.classification_loss)
+    trained = loss(model, make_batch()).total
+    assert trained != loss(model, make_batch()).total, "the model must still be in training mode"
 
 
 @pytest.mark.parametrize("variant", ["batch norm"])
@@ -192,7 +200,7 @@ def test_parameter_counts_are_the_published_ones_and_those_of_the_config(name):
 def test_dropout_masks_differ_between_calls_and_layers(stacked):
     model = make_model(dropout=0.5, stacked=stacked)
     images = make_images()
-    assert not np.allclose(model(images), model(images), atol=0.1)
+    assert not np.allclose(train(model, images), train(model, images), atol=0.1)
     state = nnx.to_flat_state(nnx.state(model, nnx.RngKey))
     keys = [np.asarray(jax.random.key_data(key[...])).reshape(-1, 2) for _, key in state]
     distinct = {tuple(row) for rows in keys for row in rows}
@@ -237,9 +245,10 @@ def test_the_loss_sums_the_weighted_cross_entropy_and_counts_what_is_right():
 
 
 def test_decay_takes_kernels_only():
-    params = {name: jnp.ones(value.shape) for name, value in variables_of(make_model()).items()}
+    params = {name: np.ones(value.shape, np.float32) for name, value in variables_of(make_model()).items()}
     tx = vit.adamw(1.0)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, params), tx.init(params), params)
+    zeros = {name: jnp.zeros(value.shape) for name, value in params.items()}
+    updates, _ = jax.jit(lambda params: tx.update(zeros, tx.init(params), params))(params)
     decayed = {name for name, update in updates.items() if np.any(update)}
     assert decayed == {name for name in params if name.endswith(".kernel")}
 
