@@ -16,8 +16,8 @@ from jfsdp.compat import reset_compilation_cache
 from jfsdp.engine.options import naming_options
 from jfsdp.plan.memory.buffer_assignment import read_dump
 
-# Without a GPU nothing measures which tiling of a matmul is fastest: XLA compiles candidates and takes the first one
-# that compiles. The scheduled program, its live ranges and its memory are the same to the letter without them.
+# Without a GPU nothing measures which tiling of a matmul is fastest: XLA would compile candidates and take the first
+# one that compiles. The scheduled program, its live ranges and its memory do not depend on the tiling.
 _UNTUNED = {"xla_gpu_autotune_level": 0}
 # Over these the process would hold gigabytes of printed constants for nothing that a plan reads.
 _DUMP = {"xla_dump_hlo_as_text": True, "xla_dump_large_constants": False}
