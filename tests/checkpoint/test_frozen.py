@@ -15,11 +15,11 @@ from jfsdp.checkpoint.frozen import frozen_digests
 from jfsdp.cli import main
 from jfsdp.layout.lora import Adapter
 from jfsdp.train.state import TrainState
-from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.models_small import Block, Tower, make_batches
 from tests.refusals import refuses, refusing
 from tests.steps import fully_shard
 
-TX = optax.adamw(1e-2)
+TX = optax.sgd(1e-2, momentum=0.9)
 LORA = jfsdp.LoRA(["**.up.kernel", "**.down.kernel"], rank=4)
 
 
@@ -32,16 +32,16 @@ def shard(fsdp=4, **options):
     return fully_shard(tower, mesh=mesh, units=[Block], **({"lora": LORA, "min_size": 20} | options))
 
 
-def trained(model, num=2):
-    state, step = model.init(TX), model.train_step(token_loss, TX, check_loss=False)
-    for batch in make_batches(num):
-        state, _ = step(state, batch)
-    return state
+def moved(state):
+    """Return a state as training leaves it: other adapters, moments and counts, and the frozen leaves as they were."""
+    move = lambda x: jax.device_put(np.asarray(x) + 1, x.sharding)  # noqa: E731
+    params = {leaf.path: move(state.params[leaf.path]) for leaf in state.layout.leaves if leaf.trainable}
+    return dataclasses.replace(state, params=state.params | params, opt_state=jax.tree.map(move, state.opt_state))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    path, state = tmp_path_factory.mktemp("frozen") / "c", trained(shard())
+    path, state = tmp_path_factory.mktemp("frozen") / "c", moved(shard().init(TX))
     jfsdp.checkpoint.save(path, state, frozen=False)
     return path, state
 
@@ -59,7 +59,7 @@ def test_it_holds_what_is_trained_and_goes_onto_its_base_on_any_mesh(saved):
     arrays = CheckpointSource(path).arrays
     params = {name for name in arrays if name.startswith("params.")}
     assert params == {f"params.{leaf.path}" for leaf in state.layout.leaves if leaf.trainable}
-    for fsdp, strategy in ((4, "full_shard"), (3, "full_shard"), (2, "zero2")):
+    for fsdp, strategy in ((3, "full_shard"), (2, "zero2")):
         same(jfsdp.checkpoint.restore(path, shard(fsdp, strategy=strategy).init(TX)), state)
 
 
@@ -129,9 +129,10 @@ def test_flat_storage_leaves_the_base_out_too(saved, tmp_path):
 @pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.proof), {"quantized": {"**.up.kernel": "nf4"}}])
 def test_first_weights_with_dora_are_those_of_every_mesh_and_its_adapters_change_nothing(options):
     lora = jfsdp.LoRA(["**.up.kernel", "**.down.kernel"], rank=2, dora=True)
-    states = [shard(fsdp, lora=lora, **options).init(TX) for fsdp in (1, 4)]
+    models = [shard(1, lora=lora, **options), shard(lora=lora, **options), shard(lora=None, frozen="**", **options)]
+    states = [model.init(optax.sgd(1.0)) for model in models]
     assert frozen_digests(states[0]) == frozen_digests(states[1])
     tokens = make_batches(1)[0]["tokens"]
-    run = lambda model: np.asarray(model.forward(lambda module, ids: module(ids))(model.init(TX), tokens))  # noqa: E731
-    plain = run(shard(4, lora=None, frozen="**", **options))
-    np.testing.assert_allclose(run(shard(4, lora=lora, **options)), plain, atol=1e-4 * np.abs(plain).max())
+    forwards = [model.forward(lambda module, ids: module(ids)) for model in models[1:]]
+    adapted, plain = (np.asarray(run(state, tokens)) for run, state in zip(forwards, states[1:], strict=True))
+    np.testing.assert_allclose(adapted, plain, atol=1e-4 * np.abs(plain).max())

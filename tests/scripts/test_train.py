@@ -250,23 +250,6 @@ def test_a_job_with_data_of_its_own_reports_rows_and_accuracy_and_resumes_bit_fo
     assert read_losses(parted) == read_losses(whole)
 
 
-@pytest.mark.proof
-def test_gpt2_in_linen_trains_with_dropout_writes_a_sample_and_resumes_bit_for_bit(workspace, options):
-    sizes = ["dim=16", "num_layers=2", "num_heads=2", "dropout=0.1", "attention_dropout=0.1"]
-    linen = [*options, "--model", "gpt2-tiny", "--model-config", *sizes, "--decay-steps", STEPS, "--sample-tokens", 8]
-    whole, parted = workspace / "gpt2", workspace / "gpt2-parted"
-    done = train(*linen, "--run-dir", whole, "--prompt", "def ")
-    assert done.returncode == 0, done.stderr
-    lines = read_metrics(whole)
-    assert lines[-1]["loss"] < lines[0]["loss"] - 0.5
-    assert (whole / "sample.txt").read_text(encoding="utf-8").startswith("def ")
-    for steps, resume in ((40, []), (STEPS, ["--resume"])):
-        done = train(*linen, "--steps", steps, "--run-dir", parted, *resume)
-        assert done.returncode == 0, done.stderr
-    assert [line[:3] for line in read_losses(parted)] == [line[:3] for line in read_losses(whole)]
-    assert read_losses(parted)[-1] == read_losses(whole)[-1]
-
-
 def script():
     """The script as a module."""
     spec = importlib.util.spec_from_file_location("train_script", ROOT / "scripts" / "train.py")
@@ -422,14 +405,3 @@ def test_what_is_refused_in_the_first_step_begins_mended_in_the_same_directory(o
     done = serve(*options, "--run-dir", tmp_path / "run", "--steps", 1, "--decay-steps", STEPS)
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1]
-
-
-@pytest.mark.proof
-def test_float16_scales_the_loss_and_metrics_show_by_what(workspace, options, tmp_path):
-    (tmp_path / "steep_jobs.py").write_text(STEEP)
-    more = ["--steps", 4, "--param-dtype", "float16", "--run-dir", tmp_path / "run"]
-    ours = [*options[options.index("--seq-len") :], "--factory", "steep_jobs:steep"]
-    done = train(*ours, *more, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    scales = [line["loss_scale"] for line in read_metrics(tmp_path / "run")]
-    assert scales == [2.0**16, 2.0**15, 2.0**14, 2.0**14], "gradients of 2 fit from the third step on"

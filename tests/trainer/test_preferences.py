@@ -101,12 +101,11 @@ COLUMNS = {
     "strategy": ["full_shard", "ddp", "zero2"],
     "accumulate": [1, 2],
 }
+CASES = [(list(KINDS)[place % len(KINDS)], *row) for place, row in enumerate(cover(COLUMNS))]
 
 
 @pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")  # the embedding is not cut over tensor
-@pytest.mark.parametrize(
-    ("kind", *COLUMNS), each_value([(list(KINDS)[place % len(KINDS)], *row) for place, row in enumerate(cover(COLUMNS))])
-)
+@pytest.mark.parametrize(("kind", *COLUMNS), each_value(CASES))
 def test_losses_and_gradients_are_exact(kind, sizes, program, strategy, accumulate):
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     cuts = {"blocks.*.up": (-1, "tensor"), "blocks.*.down.kernel": (0, "tensor"), "head": (-1, "tensor")}

@@ -7,27 +7,24 @@ import pytest
 
 import jfsdp
 from jfsdp.checkpoint.foreign.export import export_safetensors
-from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
+from jfsdp.checkpoint.foreign.pretrained import config_json
 from jfsdp.checkpoint.source import Encoded, read_whole
 from jfsdp.layout.codec import CODECS
+from jfsdp.modules.adapt import as_model
 from tests.checkpoint.arrays import Arrays
 from tests.sharding import fully_shard
 
-TX = optax.adamw(1e-3)
 JOB = jfsdp.trainer.find_job("llama-tiny").with_config(dim=128, ffn_dim=192, num_layers=2, num_heads=4, num_kv_heads=2)
 QUANTIZED = {"**.attn.*_proj.kernel": "nf4", "**.up_proj.kernel": "int8"}
 
 
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
-    root = tmp_path_factory.mktemp("coded")
-    model = fully_shard(JOB.model, mesh=jfsdp.make_mesh(devices=jax.devices()[:2]), units=JOB.units)
-    state = model.init(optax.sgd(1.0))
-    jfsdp.checkpoint.save(root / "c", state)
-    leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
-    source = our_parameters(root / "c", leaves)
-    export_safetensors(source, root / "hf", JOB.pretrained, config=config_json(JOB.pretrained, JOB.config, 64))
-    return root / "hf", {name: np.asarray(jfsdp.checkpoint.gather_leaf(state, name)) for name in leaves}
+    path, rng = tmp_path_factory.mktemp("coded") / "hf", np.random.default_rng(0)
+    values = {name: rng.normal(size=x.shape).astype(np.float32) for name, x in as_model(JOB.model).params.items()}
+    config = config_json(JOB.pretrained, JOB.config, 64)
+    export_safetensors(Arrays(values), path, JOB.pretrained, config=config)
+    return path, values
 
 
 def test_what_is_read_is_the_encoding_of_the_whole(weights):
@@ -36,7 +33,7 @@ def test_what_is_read_is_the_encoding_of_the_whole(weights):
     options = {"mesh": mesh, "units": JOB.units, "min_size": 0}
     lora = jfsdp.LoRA(["**.attn.*_proj.kernel"], rank=2, dora=True)
     model = fully_shard(JOB.model, lora=lora, quantized=QUANTIZED, **options)
-    state = jfsdp.checkpoint.load_pretrained(path, model, TX, JOB.pretrained, config=JOB.config)
+    state = jfsdp.checkpoint.load_pretrained(path, model, optax.sgd(1.0), JOB.pretrained, config=JOB.config)
     for name, codec in model.model.codecs.items():
         codes, scales = CODECS[codec.name].encode(values[name], np)
         np.testing.assert_array_equal(np.asarray(jfsdp.checkpoint.gather_leaf(state, name)), codes, err_msg=name)

@@ -117,10 +117,7 @@ def images():
     job = dataclasses.replace(vit.job(), model=functools.partial(vit.ViT, config))
     model = fully_shard(job.model, units=job.units, min_size=1, remat="none")
     state = model.init(optax.identity(), seed=0)
-    moved = {
-        name: x + 0.5 if name.endswith((".mean", ".var")) else x
-        for name, x in state.model_state.items()
-    }
+    moved = {name: x + 0.5 if name.endswith((".mean", ".var")) else x for name, x in state.model_state.items()}
     return job, model, dataclasses.replace(state, model_state=moved)
 
 
