@@ -60,6 +60,7 @@ PROOFS: dict[str, Any] = {
     "gathered once": ("4x2", "stacked", ONCE | {"accumulate": 2}),
     "offloaded": ("4x2", "stacked", XLA | OFFLOADED),
     "kept": ("4x2", "stacked", MANUAL | {"reshard_after_forward": False}),
+    "neighbours": ("4x2", "stacked", MANUAL | {"reshard_after_forward": 2}),
     "prefetch 2": ("4x2", "listed", MANUAL | {"prefetch": 2}),
 }
 

@@ -23,9 +23,8 @@ from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batch
 from tests.pairwise import cover
 from tests.refusals import refuses
 from tests.steps import fully_shard
-from tests.thin import each_value
 
-TX = optax.adam(1e-2)
+TX = optax.sgd(0.3)
 STEPS, LAYERS, RATE = 3, 2, 0.4
 UP, DOWN = "up.kernel", "down.kernel"
 SOURCES: dict[str, Any] = {
@@ -141,8 +140,8 @@ def check(name, mesh, *, accumulate=1, dora=False, **options: Any):
     wanted, right = train_alone(model, params, key, count, batches, devices=devices, accumulate=accumulate)
     np.testing.assert_allclose(losses, wanted, rtol=2e-6)
     found = leaves(state)
-    error, leaf = reference.worst_leaf({x: found[x] for x in right}, jax.tree.map(np.asarray, right), 1e-2 * STEPS)
-    assert error < 3e-4, leaf  # float32: Adam divides small gradients by themselves
+    error, leaf = reference.worst_leaf({x: found[x] for x in right}, jax.tree.map(np.asarray, right), 1e-2)
+    assert error < 3e-4, leaf
     assert int(keys_of(state)[1]) == STEPS * accumulate
     return losses
 
@@ -157,8 +156,12 @@ COLUMNS = {
 }
 
 
-@pytest.mark.parametrize(tuple(COLUMNS), each_value(cover(COLUMNS)))
-def test_steps_equal_one_device_that_drops_by_hand(program, mesh, name, accumulate, dora, remat):
+QUICK = [("xla", "4", "linen", 2, True, "full"), ("manual", "2x2", "listed", 1, False, "none")]
+
+
+@pytest.mark.parametrize("row", [*QUICK, *(pytest.param(row, marks=pytest.mark.proof) for row in cover(COLUMNS))])
+def test_steps_equal_one_device_that_drops_by_hand(row):
+    program, mesh, name, accumulate, dora, remat = row
     check(name, MESHES[mesh], program=program, accumulate=accumulate, dora=dora, remat=remat)
 
 
@@ -250,12 +253,10 @@ def test_a_run_goes_on_with_the_masks_that_it_would_have_drawn(tmp_path):
     for batch in batches[:2]:
         state, _ = step(state, batch)
     jfsdp.checkpoint.save(tmp_path / "two", state, frozen=False)
-    again = shard("linen", MESHES["2x2"])
-    other = jfsdp.checkpoint.restore(tmp_path / "two", like=again.init(TX))
-    other_step = again.train_step(token_loss, TX, check_loss=False, program="xla")
+    other = jfsdp.checkpoint.restore(tmp_path / "two", like=model.init(TX))
     for batch in batches[2:]:
         state, metrics = step(state, batch)
-        other, others = other_step(other, batch)
+        other, others = step(other, batch)
         np.testing.assert_allclose(float(metrics["loss"]), float(others["loss"]), rtol=1e-6)
 
 

@@ -11,9 +11,7 @@ import pytest
 from tests.programs import ROWS
 
 SOME = [
-    "manual, kept: scan",
     "manual, chosen by functions: list",
-    "manual, neighbours: scan",
     "flat, hybrid, kept: scan",
     "manual, lists: linen",
 ]

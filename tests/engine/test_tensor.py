@@ -146,28 +146,6 @@ def test_steps_equal_one_device(model, mesh, program, accumulate):
     check(model, MESHES[mesh], program=program, accumulate=accumulate)
 
 
-CASES = {
-    "hybrid, accumulated": ("2x2x2", {"accumulate": 2}),
-    "zero1 reduces once": ("4x2", {"strategy": "zero1", "accumulate": 2}),
-    "hpz": ("4x2", {"reshard_after_forward": 2, "per_unit": {"": {"reshard_after_forward": False}}}),
-    "manual, reduced once": ("4x2", {"program": "manual", "accumulate": 2, "step_options": {"sync": "last"}}),
-    "manual, hybrid": ("2x2x2", {"program": "manual", "accumulate": 2}),
-    "manual, hpz": (
-        "4x2",
-        {"program": "manual", "reshard_after_forward": 2, "per_unit": {"": {"reshard_after_forward": False}}},
-    ),
-    "manual, offloaded": ("4x2", {"program": "manual", "offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
-    "offloaded": ("4x2", {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}),
-}
-
-
-@pytest.mark.proof  # of weights that are cut too test_cuts.py has them with the tests
-@pytest.mark.parametrize("case", CASES)
-def test_every_setting_equals_one_device(case):
-    mesh, options = CASES[case]
-    check("stacked", MESHES[mesh], **options)
-
-
 WEIGHTS_CUT = list(itertools.product((*CUT, "llama-list", "gpt2"), MESHES, ("manual", "xla")))
 WEIGHTS_CUT += [("vit", mesh, "xla") for mesh in MESHES]  # its norms are of the whole batch
 CUT_HERE = [("llama-cut", "2x2x2", "manual")]

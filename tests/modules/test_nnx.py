@@ -188,7 +188,7 @@ class Decoder(nnx.Module):
     def __init__(self, rngs):
         self.layers = nnx.List([nnx.MultiHeadAttention(2, DIM, decode=True, rngs=rngs) for _ in range(2)])
         for layer in self.layers:
-            layer.init_cache((ROWS, 4, DIM))
+            layer.init_cache((ROWS, 2, DIM))
 
     def __call__(self, x):
         for layer in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
@@ -198,9 +198,9 @@ class Decoder(nnx.Module):
 
 def test_decoding_token_by_token_fills_the_caches_of_units():
     def decode(model, batch):
-        return jnp.concatenate([model(batch[:, index : index + 1]) for index in range(4)], axis=1)
+        return jnp.concatenate([model(batch[:, index : index + 1]) for index in range(2)], axis=1)
 
-    batch = data(ROWS, 4, DIM)
+    batch = data(ROWS, 2, DIM)
     model = fully_shard(Decoder, units=[nnx.MultiHeadAttention], min_size=1)
     wanted = nnx.jit(lambda: decode(Decoder(nnx.Rngs(0)), batch))()
     np.testing.assert_allclose(model.forward(decode)(model.init(TX), batch), wanted, rtol=1e-5, atol=1e-6)
@@ -277,7 +277,7 @@ class Plain(nnx.Module, pytree=False):
     """A module that is no pytree, so that it may hold its layers in a plain list."""
 
     def __init__(self, rngs):
-        self.layers = [Block(rngs), Block(rngs)]
+        self.layers = [Block(rngs)]
 
     def __call__(self, x):
         for layer in self.layers:

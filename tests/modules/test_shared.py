@@ -108,8 +108,8 @@ def some(names, *quick):
 UNITS = {"itself": [Core], "beside": [Outer], "nested": [Outer, Core]}
 
 
-# "nested" has the shared module as a unit too, and within another.
-@pytest.mark.parametrize("units", some(UNITS, "beside"))
+@pytest.mark.proof  # with the tests a weight is read beside the calls, or tied, below
+@pytest.mark.parametrize("units", UNITS)
 def test_a_module_that_two_parents_hold_trains_as_on_one_device(units):
     model = check_nnx(Net, mean_square, data(), UNITS[units])
     owner = "" if units == "beside" else "blocks.0.core"

@@ -13,7 +13,7 @@ from flax import linen, nnx
 import jfsdp
 from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.loss_check import allowed_error, same_bits
-from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.models_small import Lookup, make_batches, token_loss
 from tests.refusals import refuses, warning
 from tests.steps import fully_shard
 from tests.thin import thin
@@ -201,7 +201,7 @@ def test_a_scalar_is_refused_whether_or_not_losses_are_compared():
     refused(step, state, "the loss is a scalar", "use program='xla'")
 
 
-@pytest.mark.parametrize("value", [np.float32(2.0), np.nan, np.inf], ids=str)
+@pytest.mark.parametrize("value", [np.float32(2.0), np.nan], ids=str)
 def test_a_weight_that_does_not_add_up_is_refused_by_name(value):
     def loss(model, batch):
         found = masked(model, batch)
@@ -232,7 +232,7 @@ def metrics_of(model, batch):
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=() if w in QUICK else pytest.mark.proof) for w in WAYS])
 def test_sums_maxima_and_means_are_those_of_one_device(way):
-    step, state = step_for(way, metrics_of)
+    step, state = step_for(way, metrics_of, check_loss=way == "flat")
     _, metrics = step(state, BATCH)
     wanted = metrics_of(WAYS[way][0](nnx.Rngs(jax.random.key(0))), BATCH).aux or {}
     expected = {
@@ -361,13 +361,8 @@ def test_what_a_dtype_explains_is_less_than_what_a_balance_of_experts_changes():
 
 def test_an_offloaded_float16_step_in_microbatches_is_compared_unscaled():
     policy = jfsdp.MixedPrecisionPolicy("float16")
-    model = fully_shard(
-        lambda rngs: Tower(rngs, stacked=False, num_layers=1),
-        mesh=FOUR,
-        units=[Block],
-        mp_policy=policy,
-        offload_policy=jfsdp.OffloadPolicy(params=True),
-    )
+    offloaded = jfsdp.OffloadPolicy(params=True)
+    model = fully_shard(Lookup, mesh=FOUR, min_size=1, mp_policy=policy, offload_policy=offloaded)
     coupled = lambda model, batch: contrastive(lambda x: model(x).mean(1), {"x": batch["tokens"]})  # noqa: E731
     batch = make_batches(1)[0]
     refused(model.train_step(coupled, TX, accumulate=2), model.init(TX), "another value", batch=batch)
@@ -387,15 +382,15 @@ def test_a_loss_that_is_not_the_sum_of_its_microbatches_is_refused_in_program_xl
     facts = "two microbatches together", "one after the other", "the loss is the mean over them"
     refuses(lambda: in_microbatches(loss), *facts)
     if loss is contrastive:
-        by_hand = [scalar(loss)(Net(nnx.Rngs(jax.random.key(0))), {"x": BATCH["x"][at::2]}) for at in range(2)]
-        np.testing.assert_allclose(in_microbatches(scalar(loss))["loss"], np.mean(by_hand), rtol=1e-5)
         one = jfsdp.make_mesh(fsdp=1, devices=jax.devices()[:1])  # one data shard, which sees all rows
         refuses(lambda: in_microbatches(loss, mesh=one, num=4), facts[0])
 
 
 def test_a_mean_with_a_guard_is_accepted_in_microbatches():
     guarded = lambda *given: jfsdp.Loss(scalar(masked)(*given), 1.0 * (given[1]["w"].sum() > 0))  # noqa: E731
-    np.testing.assert_allclose(in_microbatches(guarded)["loss"], in_microbatches(scalar(masked))["loss"], rtol=1e-6)
+    model, parts = Net(nnx.Rngs(jax.random.key(0))), [jax.tree.map(lambda x, at=at: x[at::2], BATCH) for at in (0, 1)]
+    wanted = np.mean([scalar(masked)(model, part) for part in parts])
+    np.testing.assert_allclose(in_microbatches(guarded)["loss"], wanted, rtol=1e-5)
 
 
 class Normed(Net):

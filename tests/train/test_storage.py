@@ -1,7 +1,7 @@
 """Flat storage: a unit moves as one array per dtype and life, and a state has its leaves by name all the same.
 
 Parity with one device stands in tests/engine/test_manual_parity.py, checkpoints and `reshard` between storage forms in
-their own tests.
+their own tests; optimizers that read the leaves by name and shape are in test_recipes.py.
 """
 
 import dataclasses
@@ -89,41 +89,6 @@ def test_a_model_given_with_its_weights_keeps_them():
     state = make(plain).init(TX)
     np.testing.assert_array_equal(jfsdp.checkpoint.gather_leaf(state, "head.bias"), plain.head.bias[...])
     np.testing.assert_array_equal(jfsdp.checkpoint.gather_leaf(state, "blocks.up.kernel"), plain.blocks.up.kernel[...])
-
-
-def matrices(params: Any) -> Any:
-    return jax.tree.map(lambda x: x.ndim > 2, params)
-
-
-def embed_or_other(params: Any) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, _: "embed" if "embed" in str(path) else "other", params)
-
-
-OPTIMIZERS = {
-    "masked decay": optax.adamw(1e-2, weight_decay=0.5, mask=matrices),
-    "adafactor": optax.adafactor(1e-2, min_dim_size_to_factor=8, momentum=0.9),
-    "partition": optax.partition(
-        {"embed": optax.adam(1e-2), "other": optax.sgd(1e-2, 0.9)},
-        embed_or_other,
-    ),
-    "bfloat16 moments and averages": optax.chain(
-        jfsdp.optim.low_precision_state(optax.adam(1e-2)), jfsdp.optim.track_ema(0.9)
-    ),
-}
-
-
-@pytest.mark.proof  # with the tests test_recipes.py trains masks, partitions and factored moments under flat storage
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_see_the_leaves_by_name_and_shape(name):
-    tx = OPTIMIZERS[name]
-    wanted, metrics = train(make(storage="per_parameter", min_size=0), tx)
-    state, found = train(make(), tx)
-    for key, value in metrics.items():
-        np.testing.assert_allclose(found[key], value, rtol=1e-5)
-    assert [role.name for role in state.roles.arrays] == [role.name for role in wanted.roles.arrays]
-    pairs = zip(jax.tree.leaves((state.params, state.opt_state)), jax.tree.leaves((wanted.params, wanted.opt_state)))
-    for a, b in pairs:
-        np.testing.assert_allclose(np.float32(a), np.float32(b), atol=2e-3 * float(np.abs(np.float32(b)).max()) + 1e-6)
 
 
 def test_frozen_leaves_have_a_buffer_of_their_own_and_are_not_reduced():
