@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
 import numpy as np
 import optax
 import pytest
@@ -28,10 +29,15 @@ KERNEL = "params.layers.attn.q_proj.kernel"
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The directory of a run with steps 1, 2 and 3; the second is the best."""
+def state():
     job = load_job("llama-tiny", None).with_config(**config_of(FIELDS))
-    state = shard_job(StepOptions(), job, jfsdp.make_mesh()).init(optax.adamw(1e-3))
+    mesh = jfsdp.make_mesh(devices=jax.devices()[:2])
+    return shard_job(StepOptions(), job, mesh).init(optax.sgd(1e-3, momentum=0.9))
+
+
+@pytest.fixture(scope="module")
+def run(state, tmp_path_factory):
+    """The directory of a run with steps 1, 2 and 3; the second is the best."""
     path = tmp_path_factory.mktemp("run")
     config = {"config": {"model": "llama-tiny", "factory": None, "model_config": FIELDS}}
     with_steps = jfsdp.checkpoint.Checkpointer(path / "checkpoints", keep=None)
@@ -100,9 +106,7 @@ def test_inspect_prints_json_that_says_all(call, step):
     assert found["layout"]["strategy"] == "full_shard" and found["config"]["config"]["model"] == "llama-tiny"
 
 
-def test_inspect_prints_strict_json_of_metrics_that_are_no_numbers(call, tmp_path):
-    job = load_job("llama-tiny", None).with_config(**config_of(FIELDS))
-    state = shard_job(StepOptions(), job, jfsdp.make_mesh()).init(optax.sgd(1e-3))
+def test_inspect_prints_strict_json_of_metrics_that_are_no_numbers(call, state, tmp_path):
     with jfsdp.checkpoint.Checkpointer(tmp_path / "run") as steps:
         steps.save(1, state, metrics={"loss": float("nan")})
         steps.save(2, state, extra=[float("inf")], metrics={"loss": float("inf")})

@@ -26,7 +26,7 @@ from tests.refusals import refusing, warning
 from tests.steps import fully_shard
 
 FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=24", "vocab_size=37")
-TX = optax.chain(optax.adamw(1e-3), jfsdp.optim.track_ema(0.9))
+TX = optax.chain(optax.sgd(1e-3, momentum=0.9), jfsdp.optim.track_ema(0.9))
 TARGETS: dict[str, dict[str, Any]] = {
     "full_shard on 4": {"sizes": {"fsdp": 4}},
     "full_shard on 3": {"sizes": {"fsdp": 3}},
@@ -142,7 +142,8 @@ def test_averages_are_read_in_place_of_parameters(target, weights, tmp_path):
     for name in leaves:
         wanted = np.asarray(jfsdp.checkpoint.gather_leaf(with_ema(state), name))
         assert wanted.any() and np.array_equal(read_whole(source, name), wanted), name
-    jfsdp.checkpoint.save(tmp_path / "plain", sharded(target).init(optax.sgd(1.0)))
+    plain = load_pretrained(weights[0], sharded(target), optax.sgd(1.0), job().pretrained)
+    jfsdp.checkpoint.save(tmp_path / "plain", plain)
     with refusing("--ema"):
         pretrained.our_parameters(tmp_path / "plain", leaves, averages=True)
 
