@@ -111,14 +111,17 @@ def test_a_prompt_that_fills_a_row_is_refused(sample):
 
 @pytest.fixture(scope="module")
 def images():
-    """A Vision Transformer with dropout, and batch statistics that no batch has."""
+    """A Vision Transformer with dropout, a head, and batch statistics that no batch has."""
     sizes = {"dim": 16, "num_layers": 2, "num_heads": 2, "ffn_dim": 32}
     config = dataclasses.replace(vit.CONFIG, **sizes, norm="batch", dropout=0.3)
     job = dataclasses.replace(vit.job(), model=functools.partial(vit.ViT, config))
     model = fully_shard(job.model, units=job.units, min_size=1, remat="none")
     state = model.init(optax.identity(), seed=0)
     moved = {name: x + 0.5 if name.endswith((".mean", ".var")) else x for name, x in state.model_state.items()}
-    return job, model, dataclasses.replace(state, model_state=moved)
+    head = state.params["head.kernel"]  # zeros at first
+    weights = jax.device_put(np.random.default_rng(1).normal(size=head.shape).astype(np.float32), head.sharding)
+    params = {**state.params, "head.kernel": weights}
+    return job, model, dataclasses.replace(state, params=params, model_state=moved)
 
 
 def _image_batch(seed):
