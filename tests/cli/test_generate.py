@@ -81,8 +81,9 @@ def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
     model, directory = models["mistral"]
     records = [{"prompt": f"{n} and {n}", "completion": f" {2 * n}"} for n in range(11)]
     data = write_jsonl(tmp_path / "data.jsonl", records)
-    options = ["--data", data, "--seq-len", "16", "--param-dtype", "float32", "--rows", "2"]
-    assert main(["evaluate", directory, *options, "--json", "--mesh", "fsdp=2,tensor=2,replica=2"]) == 0
+    mesh = ["--mesh", "fsdp=2,tensor=2,replica=2"]
+    options = ["--data", data, "--seq-len", "16", "--param-dtype", "float32", "--rows", "2", *mesh]
+    assert main(["evaluate", directory, *options, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     tokenizer, total, count = load_tokenizer(directory), 0.0, 0
     for record in records:
@@ -98,7 +99,7 @@ def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
     assert f"{count} tokens" in capsys.readouterr().out
     rows = np.arange(60, dtype=np.uint16) % 7
     (tmp_path / "tokens.bin").write_bytes(rows.tobytes())
-    binary = ["--data", str(tmp_path / "tokens.bin"), "--seq-len", "16", "--json"]
+    binary = ["--data", str(tmp_path / "tokens.bin"), "--seq-len", "16", "--param-dtype", "float32", *mesh, "--json"]
     assert main(["evaluate", directory, *binary]) == 2
     assert "tokens.bin.json" in capsys.readouterr().err
     with_sidecar(str(tmp_path / "tokens.bin"), dtype="uint16", eod_id=6)
