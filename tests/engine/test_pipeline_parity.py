@@ -147,20 +147,11 @@ def test_a_pipeline_equals_the_same_data_shards_without_one(name):
 
 
 def test_what_a_state_does_besides_steps_does_not_know_stages():
-    """Evaluation, the whole model, comparison of replicas, gradients of one's own loop."""
+    """Evaluation, the whole model, comparison of replicas."""
     mesh = jfsdp.make_mesh(pipe=2, replica=2, fsdp=2)
     model = fully_shard(TOWER.source, mesh=mesh, units=TOWER.units, min_size=20)
-    state, batch = model.init(ADAM), TOWER.batch(np.random.default_rng(0), ROWS)
-    evaluate = model.forward(lambda model, tokens: model(tokens))
+    state, tokens = model.init(optax.sgd(0.1)), TOWER.batch(np.random.default_rng(0), ROWS)["tokens"]
     assert jfsdp.checkpoint.compare_replicas(state)
-    before = nnx.jit(lambda model, tokens: model(tokens))(model.to_flax(state), batch["tokens"])
-    np.testing.assert_allclose(evaluate(state, batch["tokens"]), before, rtol=1e-5, atol=1e-6)
-    mean = lambda model, batch: (found := TOWER.loss(model, batch)).total / found.weight  # noqa: E731
-    plain = optax.tree.norm(nnx.jit(nnx.grad(mean))(model.to_flax(state), batch))
-    state, grads, metrics = model.grads(TOWER.loss, accumulate=ACCUMULATE, check_loss=False)(state, batch)
-    found = TOWER.loss(lambda _: before, batch)
-    np.testing.assert_allclose(metrics["loss"], found.total / found.weight, rtol=1e-6)
-    np.testing.assert_allclose(optax.tree.norm(grads), plain, rtol=1e-5)
-    state = model.apply_gradients(state, grads, ADAM)
-    after = TOWER.loss(lambda _: evaluate(state, batch["tokens"]), batch)
-    assert float(after.total / after.weight) < float(metrics["loss"])
+    found = model.forward(lambda model, tokens: model(tokens))(state, tokens)
+    wanted = nnx.jit(lambda model, tokens: model(tokens))(model.to_flax(state), tokens)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
