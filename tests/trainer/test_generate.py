@@ -33,10 +33,13 @@ def make_job(name):
     return jfsdp.trainer.find_job(model).with_config(**small, **fields)
 
 
+def shard(job, sizes):
+    mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+    return fully_shard(job.model, mesh=mesh, units=job.units, placements=job.placements)
+
+
 def generate(job, sizes, sampling, prompts=PROMPTS, **options):
-    count = int(np.prod(list(sizes.values())))
-    mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[:count])
-    model = fully_shard(job.model, mesh=mesh, units=job.units, placements=job.placements)
+    model = shard(job, sizes)
     state = model.init(optax.identity(), 3)
     found = Generator(model, job, sampling, **options)(state, prompts, NUM)
     return [row.tolist() for row in found]
@@ -51,8 +54,7 @@ def on_one(name, sampling):
 def test_tokens_are_those_of_forwards_without_a_cache(name):
     """One row at a time, whole, padded at its end: causal attention does not see that."""
     job = make_job(name)
-    mesh = jfsdp.make_mesh(fsdp=1, devices=jax.devices()[:1])
-    model = fully_shard(job.model, mesh=mesh, units=job.units)
+    model = shard(job, {"fsdp": 1})
     state = model.init(optax.identity(), 3)
     logits = model.forward(lambda module, tokens, end: module(tokens)[0, end - 1])
     for prompt, found in zip(PROMPTS, on_one(name, Sampling()), strict=True):
@@ -106,6 +108,10 @@ def test_a_row_ends_with_its_stop_token_and_draws_are_among_the_likeliest():
     assert abs(share - 0.5) < 0.08
 
 
+def cache_shapes(job, sizes):
+    return Generator(shard(job, sizes), job).cache_shapes(1, 20)
+
+
 @pytest.mark.parametrize(
     ("make", "fact"),
     [
@@ -115,9 +121,9 @@ def test_a_row_ends_with_its_stop_token_and_draws_are_among_the_likeliest():
         (lambda: generate(make_job("llama"), {"fsdp": 1}, None, []), "0 prompts"),
         (lambda: generate(make_job("llama"), {"fsdp": 1}, None, [np.array([3, 264])]), "below 264"),
         (lambda: generate(make_job("llama"), {"fsdp": 1}, None, [np.array([], int)]), "prompt 1 has 0"),
-        (lambda: generate(dataclasses.replace(make_job("llama"), cache=None), {"fsdp": 1}, None), "field `cache`"),
-        (lambda: generate(make_job("llama"), {"fsdp": 1, "tensor": 8}, None), "heads"),
-        (lambda: generate(make_job("gpt2").with_config(num_positions=16), {"fsdp": 1}, None), "num_positions=16"),
+        (lambda: cache_shapes(dataclasses.replace(make_job("llama"), cache=None), {"fsdp": 1}), "field `cache`"),
+        (lambda: cache_shapes(make_job("llama"), {"fsdp": 1, "tensor": 8}), "heads"),
+        (lambda: cache_shapes(make_job("gpt2").with_config(num_positions=16), {"fsdp": 1}), "num_positions=16"),
     ],
 )
 @pytest.mark.filterwarnings("ignore::jfsdp.layout.lint.LayoutWarning")
