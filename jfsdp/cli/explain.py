@@ -14,14 +14,13 @@ from jfsdp.trainer.parse import read_mesh
 
 if TYPE_CHECKING:
     from jfsdp.layout.layout import Layout
-    from jfsdp.layout.policy import UnitPolicy
     from jfsdp.train.state import TrainState
     from jfsdp.train.state_bytes import StateBytes
 
 
 @dataclasses.dataclass(frozen=True)
 class Explain(ShardingOptions):
-    """Print where every parameter of a model stands on a mesh: split dim, dtype, padding, bytes per device, and why.
+    """Print how a mesh splits each parameter of a model, and the size of its state per device.
 
     Needs no devices and no memory: a 405B model on 1024 GPUs takes seconds. The options are those of scripts/train.py.
     """
@@ -29,6 +28,8 @@ class Explain(ShardingOptions):
     mesh: Mesh = option((("fsdp", 8),), "most used", read=read_mesh)
     """How many devices each axis has: replica, fsdp, tensor.
     fsdp shards what --strategy says; replica replicates it."""
+    wide: bool = option(False, "output")
+    """Add a table with all that is known of each leaf: unit, stages, bytes, and the reason of its split."""
     json: bool = option(False, "output")
     """Print JSON."""
 
@@ -43,7 +44,7 @@ class Explain(ShardingOptions):
             table["warnings"] = [*program["warnings"], *table["warnings"]]
             print(json.dumps(program | table, indent=2))
         else:
-            _print(state, program)
+            _print(state, program, self.wide)
         return 0
 
     def _abstract(self) -> tuple[TrainState, dict[str, Any]]:
@@ -67,32 +68,32 @@ class Explain(ShardingOptions):
         return state, {"program": spec.program, "reason": as_options(spec.reason), "warnings": told}
 
 
-def _print(state: TrainState, program: dict[str, Any]) -> None:
+def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
     from jfsdp.layout.layout import num_parameters
     from jfsdp.layout.lint import advise
-    from jfsdp.layout.report import frozen_leaves, strategy_stages, summary
+    from jfsdp.layout.report import format_layout, frozen_leaves, strategy_stages
     from jfsdp.train.state_bytes import account
 
-    layout, count = state.layout, account(state)
+    layout, count, console = state.layout, account(state), make_console()
     frozen, stages = frozen_leaves(layout), strategy_stages(layout.strategy)
-    console = make_console()
-    console.print(summary(layout))
+    sizes = {path: count.by_leaf[path] + count.host_by_leaf[path] for path in count.by_leaf}
+    width = console.width if console.is_terminal else 80
+    console.print(format_layout(layout, sizes, width), soft_wrap=True)
+    if is_wide:
+        console.print(_leaves(layout, count), soft_wrap=True)
     console.print(f"strategy {layout.strategy.name}: {', '.join(f'{name} {split}' for name, split in stages.items())}")
     console.print(f"program {program['program']}: {program['reason']}")
     if frozen:
         console.print(f"frozen, without gradient and optimizer: {num_parameters(frozen):,} of these parameters")
-    console.print(_units(layout))
-    console.print(_leaves(layout, count))
-    console.print(_totals(count))
-    for warning in [*program["warnings"], *advise(layout)]:
-        console.print(f"warning: {warning}")
+    for line in [*_totals(count), *(f"warning: {text}" for text in [*program["warnings"], *advise(layout)])]:
+        console.print(line)
 
 
 def _leaves(layout: Layout, count: StateBytes) -> Any:
     from jfsdp.layout.report import describe_stage, reason
 
-    numbers = ("bytes/device", "on the host") if count.host_total else ("bytes/device",)
-    columns = ("path", "shape", "unit", "param at rest", "in use", "optimizer", *numbers, "reason")
+    numbers = ("bytes per device", "on the host") if count.host_total else ("bytes per device",)
+    columns = ("path", "shape", "unit", "parameters at rest", "in use", "optimizer", *numbers, "reason")
     table = make_table(*columns, right=numbers)
     for leaf in layout.leaves:
         stages = [describe_stage(leaf, dict(leaf.stages)[name]) for name in ("param", "use", "opt")]
@@ -103,24 +104,9 @@ def _leaves(layout: Layout, count: StateBytes) -> Any:
     return table
 
 
-def _units(layout: Layout) -> Any:
-    table = make_table("unit", "class", "layers", "leaves", "after forward", "remat")
-    for unit, policy in zip(layout.units, layout.policies, strict=True):
-        stacked = [layout.by_path[path].shape[0] for path in unit.leaves[:1]] if unit.stacked else []
-        layers = (str(stacked[0]) if stacked else "1") + (" (guessed)" if unit.is_guessed else "")
-        remat = str(policy.remat)
-        table.add_row(unit.name or "(root)", unit.cls, layers, str(len(unit.leaves)), _after_forward(policy), remat)
-    return table
+def _totals(count: StateBytes) -> list[str]:
+    from jfsdp.layout.report import show_bytes
 
-
-def _after_forward(policy: UnitPolicy) -> str:
-    reshard = policy.reshard_after_forward
-    if isinstance(reshard, bool):
-        return "resharded" if reshard else "kept whole"
-    return f"kept split {reshard} ways"
-
-
-def _totals(count: StateBytes) -> str:
     device = {
         "parameters": count.params,
         "low-precision copies": count.work,
@@ -129,12 +115,11 @@ def _totals(count: StateBytes) -> str:
         "model state": count.model_state,
     }
     host = {"parameters": count.host_params, "low-precision copies": count.host_work, "optimizer": count.host_opt}
-    lines = [f"state per device: {_sum(count.total, device)}"]
-    if count.host_total:
-        lines.append(f"in host memory, per device: {_sum(count.host_total, host)}")
-    return "\n".join([*lines, f"of these, padding {count.padding:,} and replicated {count.replicated:,} bytes"])
-
-
-def _sum(total: int, parts: dict[str, int]) -> str:
-    listed = ", ".join(f"{name} {size:,}" for name, size in parts.items() if size)
-    return f"{total:,} bytes ({total / 2**30:.3f} GiB): {listed}"
+    lines = []
+    for title, total, parts in (
+        ("state per device", count.total, device),
+        ("in host memory, per device", count.host_total, host),
+    ):
+        listed = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
+        lines += [f"{title}: {show_bytes(total)} ({total:,} bytes): {listed}"] if total else []
+    return [*lines, f"of these, padding {show_bytes(count.padding)} and replicated {show_bytes(count.replicated)}"]

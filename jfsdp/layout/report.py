@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.leaf import DEVICE, HOST, Leaf, Stage
+from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import is_inexact, item_bytes
 from jfsdp.layout.strategy import Strategy, show
-from jfsdp.layout.units import describe
+from jfsdp.layout.units import UnitInfo, describe
 
 GIB = 2**30
 
@@ -115,30 +118,112 @@ def padding_elements(leaf: Leaf) -> int:
     return math.prod(leaf.stored_shape) - math.prod(leaf.shape)
 
 
-def format_layout(layout: Layout) -> str:
-    """Write the table as aligned text: one line per leaf, then the totals."""
-    header = ["path", "shape", "unit", "param", "use", "opt", "bytes/device", "reason"]
-    rows = [header, *(_row(layout, leaf) for leaf in layout.leaves)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(header) - 1)]
-    lines = ["  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]) for row in rows]
-    return "\n".join([summary(layout), *lines])
+def format_layout(layout: Layout, sizes: Mapping[str, int] | None = None, width: int = 80) -> str:
+    """Write the table for a terminal: under each unit a line per leaf, with its shape, its split and its size.
+
+    The column `optimizer` is there where a leaf's moments are split otherwise than its parameters. What most leaves
+    have in common is said once, at the top; the line of another one ends with how it differs.
+
+    Args:
+      sizes: bytes of state per device by path; None: bytes of the parameters at rest, in both memories.
+      width: a path that leaves too little of it for the rest of its line is on a separate line.
+    """
+    leaves = {leaf.path: leaf for leaf in layout.leaves}
+    title = "state/device" if sizes else "params/device"
+    if sizes is None:
+        sizes = {path: sum(leaf_bytes(layout, x, memory) for memory in (DEVICE, HOST)) for path, x in leaves.items()}
+    facts = {path: _facts(leaf) for path, leaf in leaves.items()}
+    usual = [collections.Counter(column).most_common(1)[0][0] for column in zip(*facts.values(), strict=True)]
+    splits = {
+        path: [describe_split(layout, leaf, stage) for stage in ("param", "opt")] for path, leaf in leaves.items()
+    }
+    num_splits = 2 if any(leaves[path].trainable and len({*found}) > 1 for path, found in splits.items()) else 1
+    rows, notes = {"": ["shape", *("split", "optimizer")[:num_splits], title]}, {}
+    for path, leaf in leaves.items():
+        shape = " x ".join(map(str, leaf.shape)) or "scalar"
+        rows[path] = [shape, *splits[path][:num_splits], show_bytes(sizes[path])]
+        different = [fact for fact, common in zip(facts[path], usual, strict=True) if fact and fact != common]
+        notes[path] = ", ".join([*different, *([f"{leaf.padding} padded"] if leaf.padding else [])])
+    widths = [max(len(row[column]) for row in rows.values()) for column in range(len(rows[""]))]
+    path_width = max(0, min(max(map(len, rows)), width - 4 - sum(widths) - 2 * len(widths[1:])))
+
+    def line_of(path: str) -> list[str]:
+        *cells, size = (cell.ljust(space) for cell, space in zip(rows[path], widths, strict=True))
+        text = "  ".join([*cells, size.strip().rjust(widths[-1])])
+        first = [f"  {path:{path_width}}  {text}"]
+        if len(path) > path_width or len(first[0]) > width:
+            first = [*_wrap(path, width, 2), *_wrap(text, width, 4)]
+        if len(first[-1]) + 2 + len(note := notes.get(path, "")) <= width:
+            return [*first[:-1], f"{first[-1]}  {note}".rstrip()]
+        return [*first, *_wrap(note, width, 6)]
+
+    common = ", ".join(fact for fact in usual if fact and not fact.endswith(f"on {DEVICE}"))
+    lines = [textwrap.fill(summary(layout), width), f"most leaves: {common}", *line_of("")]
+    for unit, policy in zip(layout.units, layout.policies, strict=True):
+        lines += textwrap.wrap(_describe_unit(layout, unit, policy), width, subsequent_indent="  ")
+        lines += [line for leaf in layout.leaves if leaf.unit == unit.name for line in line_of(leaf.path)]
+    return "\n".join(lines)
 
 
-def _row(layout: Layout, leaf: Leaf) -> list[str]:
-    stages = dict(leaf.stages)
-    shown = [describe_stage(leaf, stages[name]) for name in ("param", "use", "opt")]
-    shape = " ".join(map(str, leaf.shape)) or "scalar"
-    return [leaf.path, shape, leaf.unit or "(root)", *shown, f"{leaf_bytes(layout, leaf):,}", reason(layout, leaf)]
+def _wrap(text: str, width: int, indent: int) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent)
+
+
+def _facts(leaf: Leaf) -> list[str]:
+    """Return the properties that most leaves share: dtypes, whether it is trained, the memories that it is in."""
+    param, opt = leaf.stage("param"), dict(leaf.stages)["opt"]
+    frozen = "frozen" if is_inexact(leaf.dtype) else "not trained"
+    return [
+        f"{param.dtype} at rest",
+        f"{leaf.stage('use').dtype} in use",
+        "trained" if leaf.trainable else frozen,
+        f"parameters on {param.memory}",
+        f"optimizer on {opt.memory}" if opt else "",
+    ]
+
+
+def describe_split(layout: Layout, leaf: Leaf, name: str) -> str:
+    """Write how devices divide a stage of a leaf: `1/8 on dim 0`, `whole`, or `-` where it has no such stage."""
+    stage, parts = dict(leaf.stages)[name], collections.Counter[int]()
+    if stage is None:
+        return "-"
+    for cut in leaf.cuts:
+        parts[cut.dim] = (parts[cut.dim] or 1) * layout.num_shards((cut.axis,))
+    if leaf.dim is not None:
+        parts[leaf.dim] = (parts[leaf.dim] or 1) * layout.num_parts(stage)
+    return ", ".join(f"1/{number} on dim {dim}" for dim, number in sorted(parts.items()) if number > 1) or "whole"
+
+
+def _describe_unit(layout: Layout, unit: UnitInfo, policy: UnitPolicy) -> str:
+    stacked = [layout.by_path[path].shape[0] for path in unit.leaves[:1]] if unit.stacked else []
+    layers = f" x {stacked[0]}{' (guessed)' if unit.is_guessed else ''}" if stacked else ""
+    reshard = policy.reshard_after_forward
+    after = ("resharded" if reshard else "kept whole") if isinstance(reshard, bool) else f"kept split {reshard} ways"
+    shown = policy.remat if isinstance(policy.remat, str) else describe(policy.remat)
+    return f"{unit.name or '(root)'}: {unit.cls}{layers}, {after} after forward, remat {shown}"
+
+
+def show_bytes(size: int) -> str:
+    """Write bytes in the largest unit of which there is at least one: `752 MiB`, `1.96 GiB`."""
+    power = min((max(size, 1).bit_length() - 1) // 10, 4)
+    value = size / 1024**power
+    decimals = 0 if power == 0 or value >= 100 else 1 if value >= 10 else 2
+    return f"{value:.{decimals}f} {('bytes', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def describe_mesh(layout: Layout) -> str:
+    """Write the strategy and the axes of the mesh: `full_shard on replica=2,fsdp=4`."""
+    axes = ",".join(f"{axis}={size}" for axis, size in layout.mesh_sizes if size > 1)
+    return f"{layout.strategy.name} on {axes or 'one device'}"
 
 
 def summary(layout: Layout) -> str:
     """Write mesh, strategy, parameters and units in one line."""
-    mesh = ",".join(f"{axis}={size}" for axis, size in layout.mesh_sizes if size > 1) or "one device"
     total, host = (sum(leaf_bytes(layout, leaf, memory) for leaf in layout.leaves) for memory in (DEVICE, HOST))
     whole = sum(math.prod(leaf.shape) * item_bytes(leaf.dtype) for leaf in layout.leaves)
     stored = f", {len(layout.buffers)} {layout.storage} buffers" if layout.buffers else ""
     return (
-        f"{layout.strategy.name} on {mesh}: {num_parameters(layout.leaves):,} parameters ({whole / GIB:.3f} GiB) in "
+        f"{describe_mesh(layout)}: {num_parameters(layout.leaves):,} parameters ({whole / GIB:.3f} GiB) in "
         f"{len(layout.leaves)} leaves and {len(layout.units)} units{stored}; {total / GIB:.3f} GiB per device at rest"
         f"{f', {host / GIB:.3f} GiB in host memory' if host else ''}"
     )

@@ -21,11 +21,11 @@ from jfsdp.engine.options import compiler_options, init_options
 from jfsdp.engine.pipeline.schedule import Schedule
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.codec import scales_of
-from jfsdp.layout.layout import Layout
+from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.lora import layer_shapes, part_shapes
 from jfsdp.layout.loss_scale import LossScale
 from jfsdp.layout.mesh import model_mesh, spans_run, split_mesh
-from jfsdp.layout.report import list_differences
+from jfsdp.layout.report import describe_mesh, list_differences
 from jfsdp.modules.adapted import create_adapters, decode_all
 from jfsdp.modules.model import FlaxModel
 from jfsdp.train import state as states
@@ -56,6 +56,11 @@ class ShardedModel:
         self.engine = XlaEngine(layout, self.mesh)
         self.apply = ShardedApply(model, self.engine)
         self._apply_steps: dict[Any, ApplyStep] = {}
+
+    def __repr__(self) -> str:
+        (root,) = (unit.cls for unit in self.layout.units if not unit.name)
+        counted = f"{num_parameters(self.layout.leaves):,} parameters, {len(self.layout.units)} units"
+        return f"ShardedModel({root}, {describe_mesh(self.layout)}: {counted})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse a call: the arrays are in a state."""

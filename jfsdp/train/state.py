@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jfsdp.compat import core
 from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
@@ -19,6 +20,7 @@ from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import DEVICE
 from jfsdp.layout.loss_scale import LossScale, ScaleState
 from jfsdp.layout.precision import is_key
+from jfsdp.layout.report import show_bytes
 from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.roles import Roles
 
@@ -51,6 +53,16 @@ class TrainState:
     loss_scale: ScaleState
     layout: Layout = dataclasses.field(metadata={"static": True})
     roles: Roles = dataclasses.field(metadata={"static": True})
+
+    def __repr__(self) -> str:
+        arrays = jax.tree.leaves(self)
+        if not all(isinstance(x, jax.Array | jax.ShapeDtypeStruct) and hasattr(x, "sharding") for x in arrays):
+            return f"TrainState({len(arrays)} arrays)"  # within a transform, or mapped to something else
+        is_there = isinstance(self.step, jax.Array) and not isinstance(self.step, core.Tracer)
+        step = ("donated" if self.step.is_deleted() else f"step={int(self.step)}") if is_there else "shapes only"
+        number = math.prod(size for _, size in self.layout.mesh_sizes)
+        devices = f"each of {number} devices" if number > 1 else "one device"
+        return f"TrainState({step}, {len(arrays)} arrays, {show_bytes(sum(map(array_bytes, arrays)))} on {devices})"
 
     @property
     def mesh(self) -> Any:

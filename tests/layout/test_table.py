@@ -13,7 +13,7 @@ from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.placements import Ignore, LeafRules, placements
 from jfsdp.layout.policy import OffloadPolicy, resolve_policies
-from jfsdp.layout.report import describe_stage, layout_to_dict, leaf_bytes, padding_elements
+from jfsdp.layout.report import describe_stage, layout_to_dict, padding_elements, show_bytes
 from jfsdp.layout.units import UnitInfo
 from tests.models_small import Block, Tower
 from tests.refusals import refusing
@@ -153,13 +153,39 @@ def test_layouts_are_equal_exactly_when_nothing_differs():
         assert one != make_layout(**options), change
 
 
-def test_text_has_a_line_for_every_leaf_with_its_reason():
-    layout = make_layout("zero1", param_dtype="bfloat16")
-    summary, _, *rows = str(layout).splitlines()
-    assert layout.strategy.name in summary and "replica=2,fsdp=4" in summary
-    for leaf, row in zip(layout.leaves, rows, strict=True):
-        assert row.startswith(leaf.path + " ") and row.endswith(leaf.reason)
-        assert f" {leaf_bytes(layout, leaf):,} " in row
+def test_text_has_a_line_for_every_leaf_and_says_how_it_differs_from_most():
+    layout = make_layout("zero1", {"fsdp": 6}, param_dtype="bfloat16", rules=LeafRules(frozen="head"))
+    top, _, table = str(layout).partition("\nmost leaves: ")
+    most, header, *rows = table.splitlines()
+    assert top.startswith("zero1 on fsdp=6: ") and most == "float32 at rest, bfloat16 in use, trained"
+    assert header.split() == ["shape", "split", "params/device"]
+    assert [row.split("  ")[0] for row in rows if row[0] != " "] == [
+        "(root): Net, kept whole after forward, remat none",
+        "block: Block, kept whole after forward, remat full",
+    ]
+    assert {row.split()[0]: " ".join(row.split()[1:]) for row in rows if row[0] == " "} == {
+        "head": "64 x 100 1/6 on dim 1 17.0 KiB frozen, 2 padded",
+        "block.scale": "64 whole 256 bytes",
+        "block.table": "64 x 64 whole 16.0 KiB",
+        "int32": "at rest, int32 in use, not trained",
+        "block.w": "64 x 64 1/6 on dim 0 11.0 KiB 2 padded",
+    }
+
+
+@pytest.mark.parametrize("strategy", WAYS)
+def test_text_fits_its_width_and_cuts_no_path(strategy):
+    job = jfsdp.trainer.find_job("llama-70b").with_config(num_layers=2, stacked=False)
+    mesh = jfsdp.make_abstract_mesh({"replica": 2, "fsdp": 6, "tensor": 8})
+    options: dict[str, Any] = {"reshard_after_forward": 2} if strategy == "node" else {"strategy": WAYS[strategy]}
+    layout = fully_shard(job.model, mesh=mesh, units=job.units, placements=job.placements, **options).layout
+    lines = str(layout).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines} >= {leaf.path for leaf in layout.leaves}
+
+
+def test_sizes_are_in_the_largest_unit():
+    shown = [show_bytes(size) for size in (0, 1023, 1024, 10 * 2**20 - 1, 788_004_864, 2_818_572_288, 2**50)]
+    assert shown == ["0 bytes", "1023 bytes", "1.00 KiB", "10.00 MiB", "752 MiB", "2.62 GiB", "1024 TiB"]
 
 
 def test_stages_are_described_with_axes_ways_and_memory():

@@ -17,7 +17,7 @@ import jfsdp
 from jfsdp.train.step.loss import as_loss
 from jfsdp.train.update.update import clip_by_norm
 from tests.models_small import Block, Lookup, Tower, make_batches, token_loss
-from tests.refusals import refuses, refusing
+from tests.refusals import check_facts, refuses, refusing
 from tests.steps import fully_shard
 from tests.thin import thin
 
@@ -88,12 +88,25 @@ def test_a_step_with_a_non_finite_gradient_is_skipped_and_counted(small):
 
 
 def test_a_state_is_donated_and_then_refused_before_it_reaches_xla(small):
-    """And a batch that fails does not spoil the step; what is on the mesh may have another number of rows."""
+    """And a batch that fails does not spoil the step; what is on the mesh may have another number of rows.
+
+    What is printed of a state says so too.
+    """
     step, batch, state = small.train_step(token_loss, TX, check_loss=False), make_batches(1)[0], small.init(TX)
+    assert (repr(step), repr(small)) == (
+        "TrainStep(not traced)",
+        "ShardedModel(Lookup, full_shard on fsdp=8: 1,221 parameters, 1 units)",
+    )
     with pytest.raises(KeyError, match="targets"):
         step(state, {"tokens": batch["tokens"]})
     new, _ = step(state, batch)
     assert state.params["embed.embedding"].is_deleted()
+    arrays = f"{len(jax.tree.leaves(new))} arrays, "
+    check_facts(repr(state), "TrainState(donated, ", arrays, " on each of 8 devices)")
+    check_facts(repr(new), "TrainState(step=1, ", arrays)
+    check_facts(repr(small.abstract_state(TX)), "TrainState(shapes only, ", arrays)
+    assert repr(jax.tree.map(np.shape, new)) == f"TrainState({arrays[:-2]})"
+    assert repr(step) == "TrainStep(program='manual')"
     refuses(lambda: step(state, batch), "donated to an earlier step")
     refuses(lambda: step(new, {"tokens": batch["tokens"]}), "the batch changed")
     tensors = {name: torch.from_numpy(x) for name, x in batch.items()}

@@ -103,6 +103,10 @@ class BatchStep:
         first_checks = [lambda batch: compare_batches(batch, self._shares)] if spans_run(self.mesh) else []
         self._cache = _Cache(first_checks)
 
+    def __repr__(self) -> str:
+        found = self._cache.spec and f"program={self._cache.spec.program!r}"
+        return f"{type(self).__name__}({found or 'not traced'})"
+
     @property
     def spec(self) -> StepSpec:
         """All that is decided about the step.
