@@ -158,7 +158,7 @@ def format_layout(layout: Layout, sizes: Mapping[str, int] | None = None, width:
         return [*first, *_wrap(note, width, 6)]
 
     common = ", ".join(fact for fact in usual if fact and not fact.endswith(f"on {DEVICE}"))
-    lines = [textwrap.fill(summary(layout), width), f"most leaves: {common}", *line_of("")]
+    lines = [*_wrap(summary(layout), width, 0), *_wrap(f"most leaves: {common}", width, 0), *line_of("")]
     for unit, policy in zip(layout.units, layout.policies, strict=True):
         lines += textwrap.wrap(_describe_unit(layout, unit, policy), width, subsequent_indent="  ")
         lines += [line for leaf in layout.leaves if leaf.unit == unit.name for line in line_of(leaf.path)]

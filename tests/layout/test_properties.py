@@ -181,4 +181,5 @@ def test_layouts_of_the_same_arguments_are_equal_and_hash_alike(given):
     assert layout_to_dict(one) == layout_to_dict(same)
     first = dataclasses.replace(one.leaves[0], shape=(*one.leaves[0].shape, 2))
     assert dataclasses.replace(one, leaves=(first, *one.leaves[1:])) != one
-    assert str(one).count("\n") == len(one.leaves) + 1
+    assert {leaf.path for leaf in one.leaves} <= set(str(one).split())
+    assert max(map(len, str(one).splitlines())) <= 80
