@@ -11,12 +11,16 @@ BROKEN = 4  # the exit status of what is damaged, differs, or does not do what i
 GIB = 1 << 30
 
 
-def make_console() -> Any:
-    """Print wide where nobody's terminal wraps: a table in a file or a pipe keeps one line per row."""
+def make_console(width: int | None = None) -> Any:
+    """Print wide where nobody's terminal wraps: a table in a file or a pipe keeps one line per row.
+
+    Args:
+      width: columns, also on a terminal of fewer; None: those of the terminal.
+    """
     from rich.console import Console
 
-    console = Console(highlight=False, markup=False, soft_wrap=False)
-    return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
+    console = Console(highlight=False, markup=False, soft_wrap=False, width=width)
+    return console if width or console.is_terminal else Console(highlight=False, markup=False, width=240)
 
 
 def make_table(*columns: str, right: Collection[str] = ()) -> Any:

@@ -80,13 +80,14 @@ def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
     width = console.width if console.is_terminal else 80
     console.print(format_layout(layout, sizes, width), soft_wrap=True)
     if is_wide:
-        console.print(_leaves(layout, count), soft_wrap=True)
+        make_console(width=10_000).print(_leaves(layout, count))
     console.print(f"strategy {layout.strategy.name}: {', '.join(f'{name} {split}' for name, split in stages.items())}")
     console.print(f"program {program['program']}: {program['reason']}")
     if frozen:
         console.print(f"frozen, without gradient and optimizer: {num_parameters(frozen):,} of these parameters")
-    for line in [*_totals(count), *(f"warning: {text}" for text in [*program["warnings"], *advise(layout)])]:
-        console.print(line)
+    console.print(_totals(count))
+    for warning in [*program["warnings"], *advise(layout)]:
+        console.print(f"warning: {warning}")
 
 
 def _leaves(layout: Layout, count: StateBytes) -> Any:
@@ -104,7 +105,7 @@ def _leaves(layout: Layout, count: StateBytes) -> Any:
     return table
 
 
-def _totals(count: StateBytes) -> list[str]:
+def _totals(count: StateBytes) -> str:
     from jfsdp.layout.report import show_bytes
 
     device = {
@@ -122,4 +123,5 @@ def _totals(count: StateBytes) -> list[str]:
     ):
         listed = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
         lines += [f"{title}: {show_bytes(total)} ({total:,} bytes): {listed}"] if total else []
-    return [*lines, f"of these, padding {show_bytes(count.padding)} and replicated {show_bytes(count.replicated)}"]
+    shown = show_bytes(count.padding), show_bytes(count.replicated)
+    return "\n".join([*lines, f"of these, padding {shown[0]} and replicated {shown[1]}"])

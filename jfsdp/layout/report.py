@@ -128,8 +128,7 @@ def format_layout(layout: Layout, sizes: Mapping[str, int] | None = None, width:
       sizes: bytes of state per device by path; None: bytes of the parameters at rest, in both memories.
       width: a path that leaves too little of it for the rest of its line is on a separate line.
     """
-    leaves = {leaf.path: leaf for leaf in layout.leaves}
-    title = "state/device" if sizes else "params/device"
+    leaves, title = layout.by_path, "params/device" if sizes is None else "state/device"
     if sizes is None:
         sizes = {path: sum(leaf_bytes(layout, x, memory) for memory in (DEVICE, HOST)) for path, x in leaves.items()}
     facts = {path: _facts(leaf) for path, leaf in leaves.items()}
@@ -166,7 +165,11 @@ def format_layout(layout: Layout, sizes: Mapping[str, int] | None = None, width:
 
 
 def _wrap(text: str, width: int, indent: int) -> list[str]:
-    return textwrap.wrap(text, width, initial_indent=" " * indent, subsequent_indent=" " * indent)
+    """Wrap at spaces only: a path is never cut."""
+    space = " " * indent
+    return textwrap.wrap(
+        text, width, initial_indent=space, subsequent_indent=space, break_long_words=False, break_on_hyphens=False
+    )
 
 
 def _facts(leaf: Leaf) -> list[str]:

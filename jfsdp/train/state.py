@@ -56,10 +56,15 @@ class TrainState:
 
     def __repr__(self) -> str:
         arrays = jax.tree.leaves(self)
-        if not all(isinstance(x, jax.Array | jax.ShapeDtypeStruct) and hasattr(x, "sharding") for x in arrays):
-            return f"TrainState({len(arrays)} arrays)"  # within a transform, or mapped to something else
-        is_there = isinstance(self.step, jax.Array) and not isinstance(self.step, core.Tracer)
-        step = ("donated" if self.step.is_deleted() else f"step={int(self.step)}") if is_there else "shapes only"
+        is_sharded = [
+            isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not isinstance(x, core.Tracer) for x in arrays
+        ]
+        if not all(is_sharded):  # within a transform, or mapped to something else
+            return f"TrainState({len(arrays)} arrays)"
+        if isinstance(self.step, jax.Array):
+            step = "donated" if self.step.is_deleted() else f"step={int(self.step)}"
+        else:
+            step = "shapes only"
         number = math.prod(size for _, size in self.layout.mesh_sizes)
         devices = f"each of {number} devices" if number > 1 else "one device"
         return f"TrainState({step}, {len(arrays)} arrays, {show_bytes(sum(map(array_bytes, arrays)))} on {devices})"

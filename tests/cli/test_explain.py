@@ -85,7 +85,10 @@ def test_json_of_a_factory_counts_to_the_byte(capsys, factory):
     assert "7 elements, below min_size 1024" in rows["scale"]["reason"]
 
 
-def test_text_has_every_leaf_and_wide_text_all_of_it(capsys):
+def test_text_has_every_leaf_and_wide_text_all_of_it(capsys, monkeypatch):
+    """On a terminal of 80 columns too, where a line of the wide text is as long as it needs."""
+    for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "80", "NO_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
     table = run_json(capsys, *TINY, "--strategy", "zero1")
     assert main([*TINY, "--strategy", "zero1"]) == 0
     lines = capsys.readouterr().out.splitlines()

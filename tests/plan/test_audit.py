@@ -234,7 +234,7 @@ def test_slices_that_were_compiled_in_another_order_are_named():
     text, num_slices = re.subn(stride, r'"byte_offset":"0","byte_stride":"\1"', text)
     report = audit(text, layout)
     assert num_slices and "wrong-slice" in traps(report)
-    check_facts(found(report, "wrong-slice").message, "3", "2", "bf16")
+    check_facts(found(report, "wrong-slice").message, "3", "2", "bf16", "46231")
 
 
 def test_activations_that_move_are_named():
