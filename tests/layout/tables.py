@@ -1,5 +1,6 @@
 """Layouts of named shapes, without a model, for the tests of this room."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,16 @@ from tests.ways import WAYS
 TWO_BY_FOUR = {"replica": 2, "fsdp": 4}
 
 
+@dataclasses.dataclass(frozen=True)
+class FakeDevice:
+    """What `make_mesh` reads of a device."""
+
+    id: int
+    process_index: int
+    slice_index: int | None = None
+    platform: str = "gpu"
+
+
 def make_table(
     leaves: Mapping[str, Any],
     strategy: Any = "full_shard",
@@ -26,6 +37,7 @@ def make_table(
     units: Mapping[str, UnitInfo] | None = None,
     param_dtype: str | None = None,
     reshard: bool | int | str | None = None,
+    remat: Any = "full",
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
     node_size: int = 4,
     min_size: int | None = 1024,
@@ -51,7 +63,7 @@ def make_table(
         strategy=strategy,
         mp_policy=mp_policy,
         reshard_after_forward=reshard,
-        remat="full",
+        remat=remat,
         per_unit=per_unit,
         node_size=lambda: node_size,
     )
@@ -74,10 +86,8 @@ def abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def first_names(paths: Mapping[str, Any]) -> dict[str, UnitInfo]:
-    names = dict.fromkeys(["", *(path.partition(".")[0] for path in paths if "." in path)])
-    owned = {name: tuple(path for path in paths if _first(path) == name) for name in names}
+    owned: dict[str, tuple[str, ...]] = {"": ()}
+    for path in paths:
+        name = path.partition(".")[0] if "." in path else ""
+        owned[name] = (*owned.get(name, ()), path)
     return {name: UnitInfo(name, "Net", 0, leaves) for name, leaves in owned.items()}
-
-
-def _first(path: str) -> str:
-    return path.partition(".")[0] if "." in path else ""

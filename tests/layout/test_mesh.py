@@ -1,6 +1,5 @@
 """Meshes: sizes from text, the order of devices over hosts, and which meshes are refused."""
 
-import dataclasses
 import functools
 import itertools
 import random
@@ -22,18 +21,9 @@ from jfsdp.layout.mesh import (
     num_data_shards,
     resolve_sizes,
 )
+from tests.layout.tables import FakeDevice
 from tests.models_small import Block, Tower
 from tests.refusals import refuses, refusing, warning
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeDevice:
-    """What `make_mesh` reads of a device."""
-
-    id: int
-    process_index: int
-    slice_index: int | None = None
-    platform: str = "gpu"
 
 
 def fake_hosts(num_hosts: int, per_host: int) -> list[Any]:
@@ -148,3 +138,17 @@ def test_explicit_axes_are_refused():
 def test_batch_is_split_over_replica_and_fsdp_only():
     assert num_data_shards({"pipe": 2, "replica": 2, "fsdp": 4, "tensor": 2}) == 8
     assert num_data_shards({"tensor": 4}) == 1
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 8}, {"replica": 2, "fsdp": 4}, {"replica": 8}], ids=str)
+@pytest.mark.parametrize("factor", [1, 2, 4, 8])
+def test_the_sharding_factor_regroups_the_mesh(factor, sizes):
+    mesh = make_abstract_mesh(sizes, sharding_factor=factor)
+    assert dict(mesh.shape) == {"pipe": 1, "replica": 8 // factor, "fsdp": factor, "tensor": 1}
+
+
+def test_a_factor_that_does_not_divide_lists_those_that_do():
+    for factor in (0, -1, 3, 16):
+        facts = (f"sharding_factor={factor} does not divide the 8 devices", "replica", "use one of 1, 2, 4, 8")
+        make = functools.partial(make_abstract_mesh, {"replica": 2, "fsdp": 4}, sharding_factor=factor)
+        refuses(make, *facts)

@@ -104,29 +104,6 @@ def the_padding_is_less_than_one_part(layout):
         assert 0 <= leaf.padding < finest
 
 
-def no_leaf_is_replicated_but_for_a_reason_that_holds(layout):
-    for leaf in layout.leaves:
-        if leaf.dim is not None:
-            continue
-        size = math.prod(leaf.shape[leaf.stacked :])
-        reason = leaf.reason.partition("; ")[0]
-        if reason.startswith("replicated: ignored by "):
-            continue
-        if reason.startswith("whole: this strategy"):
-            axes = {axis for stage in ("param", "opt") for axis in layout.strategy.axes(stage)}
-            is_trained = leaf.trainable
-            assert layout.num_shards(axes) == 1 or (not is_trained and layout.num_shards(param_axes(layout)) == 1)
-        elif reason.startswith("replicated: no dim"):
-            assert size == 0 or len(leaf.shape) == leaf.stacked
-        else:
-            assert reason == f"replicated: {size} elements, below min_size {layout.min_size}"
-            assert size < layout.min_size
-
-
-def param_axes(layout: Layout) -> tuple[str, ...]:
-    return layout.strategy.axes("param")
-
-
 def each_stage_is_split_within_the_next(layout):
     for leaf in layout.leaves:
         stages = dict(leaf.stages)
@@ -148,27 +125,14 @@ def leaves_have_gradient_and_states_exactly_if_they_are_trained(layout):
             assert {stage.dtype for name, stage in leaf.stages if stage and name == "param"} == {leaf.dtype}
 
 
-def gathered_layouts_keep_names_shapes_and_dims(layout):
-    def logical(layout: Layout) -> list[Any]:
-        return [(leaf.path, leaf.shape, leaf.stored_shape, leaf.dim, leaf.unit) for leaf in layout.leaves]
-
-    gathered = layout.gathered()
-    assert logical(gathered) == logical(layout)
-    for leaf, name, _ in present(gathered):
-        if name in ("param", "use", "kept"):
-            assert gathered.num_parts(leaf.stage(name)) == 1
-
-
 @given(LAYOUTS)
 def test_what_holds_for_every_layout(layout):
     every_stored_shape_divides_into_the_parts_of_every_stage(layout)
     the_parts_of_a_stage_are_its_bytes(layout)
     shardings_on_the_split_mesh_cut_as_many_parts_as_the_table_says(layout)
     the_padding_is_less_than_one_part(layout)
-    no_leaf_is_replicated_but_for_a_reason_that_holds(layout)
     each_stage_is_split_within_the_next(layout)
     leaves_have_gradient_and_states_exactly_if_they_are_trained(layout)
-    gathered_layouts_keep_names_shapes_and_dims(layout)
 
 
 @given(arguments())

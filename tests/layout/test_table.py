@@ -8,13 +8,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jfsdp
-from jfsdp.layout.build import build_layout
 from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.placements import Ignore, LeafRules, placements
-from jfsdp.layout.policy import OffloadPolicy, resolve_policies
+from jfsdp.layout.policy import OffloadPolicy
 from jfsdp.layout.report import describe_stage, layout_to_dict, padding_elements, show_bytes
-from jfsdp.layout.units import UnitInfo
+from tests.layout.tables import make_table
 from tests.models_small import Block, Tower
 from tests.refusals import refusing
 from tests.sharding import fully_shard
@@ -22,25 +20,11 @@ from tests.ways import WAYS
 
 W, G, A = (), ("fsdp",), ("replica", "fsdp")
 S = ("fsdp", "replica")  # what a group splits first, the groups split further
+LEAVES = {"block.w": (64, 64), "block.scale": (64,), "block.table": ((64, 64), "int32"), "head": (64, 100)}
 
 
-def make_layout(
-    strategy: Any = "full_shard", sizes: Any = None, *, param_dtype: str | None = None, **more: Any
-) -> Layout:
-    """A layout of one square matrix, a small vector and an integer matrix in unit `block`, and a head in the root."""
-    shapes = {
-        "block.w": jax.ShapeDtypeStruct((64, 64), "float32"),
-        "block.scale": jax.ShapeDtypeStruct((64,), "float32"),
-        "block.table": jax.ShapeDtypeStruct((64, 64), "int32"),
-        "head": jax.ShapeDtypeStruct((64, 100), "float32"),
-    }
-    units = {"": UnitInfo("", "Net", 0, ("head",)), "block": UnitInfo("block", "Block", 0, tuple(shapes)[:3])}
-    strategy, mp_policy = WAYS.get(strategy, strategy), jfsdp.MixedPrecisionPolicy(param_dtype)
-    settings = {"reshard_after_forward": None, "remat": "full", "per_unit": None, "node_size": lambda: 4}
-    settings |= {key: more.pop(key) for key in list(more) if key in settings}
-    policies = resolve_policies(units, strategy=strategy, mp_policy=mp_policy, **settings)
-    mesh = jfsdp.make_abstract_mesh(sizes or {"replica": 2, "fsdp": 4})
-    return build_layout(shapes, units, policies, mesh=mesh, strategy=strategy, mp_policy=mp_policy, **more)
+def make_layout(strategy: Any = "full_shard", mesh: Any = None, **more: Any) -> Layout:
+    return make_table(LEAVES, strategy, mesh, **more)
 
 
 def stages(leaf: Leaf) -> dict[str, Any]:
@@ -95,6 +79,19 @@ def test_stages_in_one_precision_have_no_second_copy(strategy):
     }
 
 
+def test_each_stage_has_the_dtype_of_its_leaf():
+    """Param, use, gradient and optimizer; only what is real and in float32 is used in the lower precision."""
+    wanted = {
+        "float32": ("float32", "bfloat16", "float32", "float32"),
+        "int32": ("int32", "int32", None, None),
+        "complex64": ("complex64", "complex64", "complex64", "complex64"),
+        "bfloat16": ("bfloat16", "bfloat16", "float32", "bfloat16"),
+    }
+    for leaf in make_table({dtype: ((64, 64), dtype) for dtype in wanted}, "zero1", param_dtype="bfloat16").leaves:
+        stages = dict(leaf.stages)
+        assert tuple(one and one.dtype for one in map(stages.get, ("param", "use", "grad", "opt"))) == wanted[leaf.path]
+
+
 @pytest.mark.parametrize("strategy", ["all", "hfsdp"])
 def test_with_one_replica_states_over_both_axes_are_full_sharding(strategy):
     for dtype in (None, "bfloat16"):
@@ -106,7 +103,7 @@ def test_with_one_replica_states_over_both_axes_are_full_sharding(strategy):
 def test_sharding_in_groups_of_one_is_ddp():
     """The sharding factor of the FSDP paper: 1 is replication."""
     hybrid = make_layout("full_shard", {"replica": 8, "fsdp": 1})
-    ddp = make_layout("ddp", {"replica": 8, "fsdp": 1}, reshard_after_forward=False)
+    ddp = make_layout("ddp", {"replica": 8, "fsdp": 1}, reshard=False)
     assert [stages(leaf) for leaf in hybrid.leaves] == [stages(leaf) for leaf in ddp.leaves]
 
 
@@ -132,16 +129,16 @@ def test_a_stage_that_a_leaf_has_not_is_an_error_with_its_path():
 
 CHANGES: dict[str, dict[str, Any]] = {
     "strategy": {"strategy": "zero1"},
-    "mesh": {"sizes": {"replica": 4, "fsdp": 2}},
+    "mesh": {"mesh": {"replica": 4, "fsdp": 2}},
     "precision": {"param_dtype": "bfloat16"},
-    "min_size": {"rules": LeafRules(placements=placements(min_size=1))},
-    "resharding": {"reshard_after_forward": False},
+    "min_size": {"min_size": 1},
+    "resharding": {"reshard": False},
     "remat": {"remat": "none"},
     "remat of one unit": {"per_unit": {"block": {"remat": "dots"}}},
-    "number of devices": {"reshard_after_forward": 2},
-    "frozen": {"rules": LeafRules(frozen="head")},
-    "ignored": {"rules": LeafRules(placements={"head": Ignore()})},
-    "placement": {"rules": LeafRules(placements={"head": P(None, "fsdp")})},
+    "number of devices": {"reshard": 2},
+    "frozen": {"frozen": "head"},
+    "ignored": {"ignored": "head"},
+    "placement": {"placements": {"head": P(None, "fsdp")}},
     "offload": {"offload": OffloadPolicy(opt_state=True)},
 }
 
@@ -154,14 +151,14 @@ def test_layouts_are_equal_exactly_when_nothing_differs():
 
 
 def test_text_has_a_line_for_every_leaf_and_says_how_it_differs_from_most():
-    layout = make_layout("zero1", {"fsdp": 6}, param_dtype="bfloat16", rules=LeafRules(frozen="head"))
+    layout = make_layout("zero1", {"fsdp": 6}, param_dtype="bfloat16", frozen="head")
     top, _, table = str(layout).partition("\nmost leaves: ")
     most, header, *rows = table.splitlines()
     assert top.startswith("zero1 on fsdp=6: ") and most == "float32 at rest, bfloat16 in use, trained"
     assert header.split() == ["shape", "split", "params/device"]
     assert [row.split("  ")[0] for row in rows if row[0] != " "] == [
         "(root): Net, kept whole after forward, remat none",
-        "block: Block, kept whole after forward, remat full",
+        "block: Net, kept whole after forward, remat full",
     ]
     assert {row.split()[0]: " ".join(row.split()[1:]) for row in rows if row[0] == " "} == {
         "head": "64 x 100 1/6 on dim 1 17.0 KiB frozen, 2 padded",
@@ -189,7 +186,7 @@ def test_sizes_are_in_the_largest_unit():
 
 
 def test_stages_are_described_with_axes_ways_and_memory():
-    layout = make_layout(reshard_after_forward=2, offload=OffloadPolicy(params=True))
+    layout = make_layout(reshard=2, offload=OffloadPolicy(params=True))
     leaf = layout.by_path["head"]
     assert describe_stage(leaf, leaf.stage("param")) == "[64/fsdp 100] float32 on pinned_host"
     assert describe_stage(leaf, leaf.stage("kept")) == "[64/fsdp:2 100] float32"

@@ -1,7 +1,6 @@
 """Resharding to a number of neighbouring devices (hpZ): stages with ways, split meshes, gathered layouts."""
 
 import dataclasses
-import math
 from typing import Any
 
 import numpy as np
@@ -9,12 +8,11 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from jax.sharding import PartitionSpec as P
 
-from jfsdp.layout.layout import split_axis
 from jfsdp.layout.leaf import Stage
 from jfsdp.layout.mesh import AXES, make_abstract_mesh, make_mesh, node_size, split_mesh
 from jfsdp.layout.strategy import NODE
 from tests import ways
-from tests.layout.tables import make_table
+from tests.layout.tables import FakeDevice, make_table
 from tests.refusals import refusing
 
 F, A = ("fsdp",), ("replica", "fsdp")
@@ -98,17 +96,6 @@ def test_units_may_split_different_axes_in_part():
     assert [layout.num_parts(leaf.stage("kept")) for leaf in (a, b)] == [8, 2]
 
 
-@pytest.mark.parametrize(
-    ("size", "ways", "parts"),
-    [(8, [2], (4, 2)), (8, [4], (2, 4)), (8, [2, 4], (2, 2, 2)), (24, [2, 6], (4, 3, 2)), (6, [3], (2, 3))],
-)
-def test_an_axis_is_split_into_parts_whose_minor_products_are_the_ways(size, ways, parts):
-    split = split_axis("fsdp", size, dict.fromkeys(ways, "unit"))
-    assert split == tuple((f"fsdp_{place}", part) for place, part in enumerate(parts))
-    assert math.prod(parts) == size
-    assert set(ways) <= {math.prod(parts[place:]) for place in range(len(parts))}
-
-
 # The preset.
 
 
@@ -127,13 +114,6 @@ def test_node_on_a_mesh_without_devices_asks_for_the_number():
     with pytest.raises(ValueError, match="no devices"):
         node_size(make_abstract_mesh({"fsdp": 8}))
     assert kept(4, strategy="node") == Stage(F, "float32")
-
-
-@dataclasses.dataclass(frozen=True)
-class FakeDevice:
-    id: int
-    process_index: int
-    platform: str = "gpu"
 
 
 def on_hosts(*sizes: int) -> Any:
