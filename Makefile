@@ -68,7 +68,7 @@ quick: install ## What two minutes can show without compiling: layouts, options,
 
 oldest: ## What quick shows, and parity, on Python 3.11: it gets the oldest JAX that is served
 ifneq ($(OLDEST),)
-	@$(MAKE) --no-print-directory install PYTHON=$(OLDEST) VENV=.venv-3.11
+	@$(MAKE) --no-print-directory install PYTHON=$(OLDEST) VENV=.venv-3.11 EXTRAS=$(subst dev,test,$(EXTRAS))
 	.venv-3.11/bin/python -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(PARITY) $(ARGS)
 else
 	@echo "make oldest: there is no Python 3.11 with ensurepip here, so the oldest JAX was not tried"

@@ -19,11 +19,24 @@ class Trajectory:
     opt_state: dict
 
 
+# Models are made as jfsdp's init makes them on CPU: in one program, for operation by operation JAX 0.10.2 rounds
+# otherwise, and without optimization, with which the last bit depends on the shape of a loop.
+INIT_OPTIONS = {"xla_backend_optimization_level": 0}
+
+
 class PlainNNX:
     """An NNX factory as functions of its parameters and its other state."""
 
     def __init__(self, factory, seed):
-        self.graphdef, self.params, self.state = nnx.split(factory(nnx.Rngs(seed)), nnx.Param, ...)
+        graphdefs = []
+
+        def init():
+            graphdef, *arrays = nnx.split(factory(nnx.Rngs(seed)), nnx.Param, ...)
+            graphdefs.append(graphdef)
+            return arrays
+
+        self.params, self.state = jax.jit(init, compiler_options=INIT_OPTIONS)()
+        self.graphdef = graphdefs[-1]
 
     def loss(self, loss_fn, params, state, batch):
         # A map makes new variables: the given ones belong to an outer trace.
@@ -38,8 +51,7 @@ class PlainLinen:
     def __init__(self, source, seed):
         self.module, inputs = source
         args = [jnp.zeros(x.shape, x.dtype) for x in inputs]
-        # Compiled as jfsdp's init compiles on CPU: with optimization the last bit depends on the shape of a loop.
-        init = jax.jit(self.module.init, compiler_options={"xla_backend_optimization_level": 0})
+        init = jax.jit(self.module.init, compiler_options=INIT_OPTIONS)
         variables = dict(init(jax.random.key(seed), *args))
         self.params, self.state = variables.pop("params"), variables
 
