@@ -64,12 +64,12 @@ def test_leaves_below_min_size_and_ignored_leaves_stay():
     assert {path for _, path in smaller} == LARGE | {"block.scale"}
 
 
-def test_a_stack_is_measured_by_its_layer():
+def test_a_stack_is_measured_and_split_by_its_layer():
     units = {"": UnitInfo("", "Net", 0, ()), "layers": UnitInfo("layers", "Layer", 1, ("layers.scale", "layers.w"))}
     layout = make_table(
         {"layers.scale": (48, 64), "layers.w": (48, 64, 64)}, units=units, offload=OffloadPolicy(opt_state=True)
     )
-    assert [leaf.stage("opt").memory for leaf in layout.leaves] == ["device", HOST]
+    assert [(leaf.stage("opt").memory, leaf.dim) for leaf in layout.leaves] == [("device", None), (HOST, 1)]
 
 
 def test_shardings_name_the_memory_and_on_device_does_not():
