@@ -6,15 +6,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 from flax import linen as nn
 from flax import nnx
 
 import jfsdp
-from jfsdp.train.state import TrainState
-from tests.checkpoint.elastic import Net
+from tests.checkpoint.elastic import Net, lived_in
 from tests.pairwise import cover
 from tests.refusals import refuses
 from tests.states import logical
@@ -58,19 +56,6 @@ def model(api: str, stacked: bool, storage: str) -> jfsdp.ShardedModel:
     if api == "nnx":
         source = functools.partial(Net, stacked=stacked, dim=DIM, num_layers=LAYERS)
     return fully_shard(source, mesh=four(), min_size=8, **STORAGES[storage])
-
-
-def lived_in(state: TrainState) -> TrainState:
-    """Moments of their own: every element another, padding zero."""
-
-    def change(role: Any, x: jax.Array) -> jax.Array:
-        inside = np.zeros(x.shape, np.float32)
-        if x.ndim and x.size > 1:
-            part = tuple(map(slice, role.shape))
-            inside[part] = 1 + np.arange(inside[part].size).reshape(inside[part].shape)
-        return jax.device_put(jnp.asarray(inside, x.dtype) + (x + 1 if x.ndim == 0 else 0), x.sharding)
-
-    return TrainState(**{**vars(state), "opt_state": state.roles.map(change, state.opt_state)})
 
 
 COLUMNS = {"api": ["nnx", "linen"], "optimizer": list(OPTIMIZERS), "stacked": [True, False], "storage": list(STORAGES)}

@@ -237,20 +237,6 @@ def test_old_steps_are_moved_aside_before_they_are_deleted(tmp_path, checkpoints
     assert not unfinished(tmp_path / "run")
 
 
-def test_an_unfinished_step_is_not_listed_and_makes_way_for_a_whole_one(tmp_path, checkpoints):
-    """What a kill leaves, made by hand: the temporary directory of a step, with a part of its files."""
-    first = checkpoints()
-    save_steps(first, 1, 2)
-    first.close()
-    partial = tmp_path / "run" / "3.jfsdp-tmp"
-    shutil.copytree(tmp_path / "run" / "2", partial)
-    (partial / "SHA256SUMS").unlink()
-    run = checkpoints()
-    assert run.steps() == [1, 2] and step_of(run.restore(first_state())[0]) == 2
-    save_steps(run, 3)
-    assert step_of(run.restore(first_state())[0]) == 3
-
-
 def test_an_older_step_that_cannot_be_deleted_does_not_undo_the_newest(checkpoints, monkeypatch):
     run = checkpoints(keep=1)
     save_steps(run, 1)

@@ -25,6 +25,7 @@ from jfsdp.checkpoint.disk.digest import hash_files, list_files, write_digests
 from jfsdp.checkpoint.disk.files import MANIFEST, read_manifest
 from jfsdp.train.state import TrainState
 from tests.checkpoint.arrays import assert_same_bits
+from tests.checkpoint.elastic import lived_in
 from tests.refusals import refuses, refusing
 from tests.states import logical
 from tests.steps import fully_shard
@@ -78,23 +79,6 @@ def make_model(name: str, factory: Any = Net) -> jfsdp.ShardedModel:
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
     mp_policy = jfsdp.MixedPrecisionPolicy(settings.pop("param_dtype", None))
     return fully_shard(factory, mesh=mesh, units=[nnx.Linear], mp_policy=mp_policy, min_size=8, **settings)
-
-
-def lived_in(state: TrainState) -> TrainState:
-    """A state as after some steps: moments of their own, counters that are not zero. Padding stays zero."""
-
-    params = state.params
-
-    def change(role: Any, value: jax.Array) -> jax.Array:
-        if role.leaf is None:
-            return jax.device_put(np.asarray(value) + np.asarray(7, value.dtype), value.sharding)
-        factor = 0.5 if "mu" in role.name else -0.25
-        changed = np.asarray(params[role.leaf]) * np.float32(factor)
-        return jax.device_put(changed.astype(value.dtype), value.sharding)
-
-    opt_state = state.roles.map(change, state.opt_state)
-    step = jax.device_put(np.asarray(state.step) + np.int32(41), state.step.sharding)
-    return TrainState(**{**vars(state), "opt_state": opt_state, "step": step})
 
 
 @functools.cache
