@@ -1,4 +1,4 @@
-"""The models of `models/gpt2.py`, against numpy, against each other and against published parameter counts."""
+"""The models of `models/gpt2.py`, against numpy and against each other."""
 
 import dataclasses
 import functools
@@ -12,20 +12,13 @@ import pytest
 from flax import traverse_util
 
 from jfsdp.engine.dataflow import all_eqns
-from jfsdp_models import gpt2, losses, optimizers  # pyright: ignore[reportMissingImports]
+from jfsdp_models import gpt2, losses  # pyright: ignore[reportMissingImports]
 from tests.refusals import refuses
 from tests.thin import thin
 
 SMALL = gpt2.GPT2Config(
     vocab_size=61, num_positions=32, dim=32, num_layers=3, num_heads=4, dropout=0.0, attention_dropout=0.0
 )
-# As published; openai/gpt-2 gives them rounded, and wrong for the first two in its first README (117M, 345M).
-PUBLISHED_PARAMS = {
-    "gpt2": 124_439_808,
-    "gpt2-medium": 354_823_168,
-    "gpt2-large": 774_030_080,
-    "gpt2-xl": 1_557_611_200,
-}
 
 
 def make_tokens(batch_size=2, seq_len=12, seed=0):
@@ -119,17 +112,6 @@ def test_logits_equal_a_naive_numpy_model(stacked):
     expected = numpy_gpt2(listed(flat, 3) if stacked else flat, model.config, np.asarray(tokens[0]))
     assert np.abs(expected).max() > 3, "the weights must be large enough to tell models apart"
     np.testing.assert_allclose(apply(model, variables, tokens)[0], expected, rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", PUBLISHED_PARAMS)
-def test_parameter_counts_are_the_published_ones(name):
-    job = gpt2.JOBS[name]
-    module, inputs = job["model"]
-    abstract = jax.eval_shape(module.init, jax.random.key(0), *inputs)
-    counted = sum(x.size for x in jax.tree.leaves(abstract))
-    assert counted == job["config"].num_params == PUBLISHED_PARAMS[name]
-    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(abstract))
-    assert list(abstract) == ["params"]
 
 
 @pytest.mark.parametrize("stacked", thin([True, False]))
@@ -250,17 +232,7 @@ def test_a_job_trains_with_dropout_and_is_evaluated_without():
     assert abs(trained - expected) > 1e-3
 
 
-# ---- decay, flops, jobs ----
-
-
-@pytest.mark.parametrize("stacked", [True, False])
-def test_decay_spares_norms_and_biases_in_both_storage_forms(stacked):
-    _, variables = make_model(stacked=stacked)
-    flat = flatten(variables)
-    spared = {name for name, decays in optimizers.decay_mask(flat).items() if not decays}
-    assert spared == {name for name in flat if name.endswith((".scale", ".bias"))}
-    assert len(spared) == 2 + 8 * (1 if stacked else SMALL.num_layers)
-    assert "wte.embedding" not in spared
+# ---- flops ----
 
 
 def test_flops_follow_the_stated_convention():
@@ -268,36 +240,3 @@ def test_flops_follow_the_stated_convention():
     lookups, vectors = config.num_positions * config.dim, (13 * 48 + 2) * config.dim
     expected = 6 * (config.num_params - lookups - vectors) + 12 * 48 * 1600 * 1024
     assert gpt2.flops_per_token(config, 1024) == expected
-
-
-@pytest.mark.parametrize("name", gpt2.JOBS)
-def test_every_job_traces_a_loss_and_its_gradient(name):
-    job = gpt2.JOBS[name]["configure"](num_layers=2)
-    assert job["config"].num_layers == 2
-    module, inputs = job["model"]
-    variables = jax.eval_shape(module.init, jax.random.key(0), *inputs)
-
-    def loss(variables, batch):
-        def call(*args, **kwargs):
-            return module.apply(variables, *args, rngs={"dropout": jax.random.key(0)}, **kwargs)
-
-        return job["loss"](call, batch).total
-
-    for packed in (False, True):
-        grads = jax.eval_shape(jax.grad(loss), variables, job["batch"](2, 16, packed=packed))
-        assert jax.tree.map(lambda x: x.shape, grads) == jax.tree.map(lambda x: x.shape, variables)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "facts"),
-    [
-        ("dim", 33, ("num_heads=4",)),
-        ("num_positions", 0, ("from 1",)),
-        ("dropout", 1.0, ("below 1",)),
-        ("attention_dropout", -0.1, ("at least 0",)),
-        ("stacked", "no", ("True or False",)),
-        ("attention", "flash", ("'cudnn'",)),
-    ],
-)
-def test_a_bad_config_names_field_value_and_remedy(field, value, facts):
-    refuses(lambda: dataclasses.replace(SMALL, **{field: value}), f"GPT2Config.{field}={value!r}", *facts)

@@ -1,4 +1,4 @@
-"""The models of `models/vit.py`, against numpy, against each other and against published parameter counts."""
+"""The models of `models/vit.py`, against numpy and against each other."""
 
 import dataclasses
 import math
@@ -25,8 +25,6 @@ SMALL = vit.ViTConfig(
     attention="xla",
 )
 VARIANTS = {"published": {}, "mean": {"pool": "mean"}, "batch norm": {"norm": "batch"}}
-# With class token and a head of 1000 classes, as counted by timm (vit_*_patch16_224).
-PUBLISHED_PARAMS = {"vit-s16": 22_050_664, "vit-b16": 86_567_656, "vit-l16": 304_326_632}
 
 
 def make_model(**overrides):
@@ -185,17 +183,6 @@ def test_stacked_and_listed_blocks_are_the_same_model(variant):
     np.testing.assert_allclose(evaluate(stacked, make_images()), evaluate(listed, make_images()), rtol=0, atol=1e-5)
 
 
-CONFIGS = vit_config.PRESETS | {name: dataclasses.replace(SMALL, **options) for name, options in VARIANTS.items()}
-
-
-@pytest.mark.parametrize("name", [*PUBLISHED_PARAMS, *VARIANTS])
-def test_parameter_counts_are_the_published_ones_and_those_of_the_config(name):
-    leaves = jax.tree.leaves(nnx.state(nnx.eval_shape(lambda: vit.ViT(CONFIGS[name], nnx.Rngs(0))), nnx.Param))
-    counted = sum(x.size for x in leaves)
-    assert counted == CONFIGS[name].num_params == PUBLISHED_PARAMS.get(name, counted)
-    assert all(x.dtype == jnp.float32 for x in leaves)
-
-
 @pytest.mark.parametrize("stacked", [True, False])
 def test_dropout_masks_differ_between_calls_and_layers(stacked):
     model = make_model(dropout=0.5, stacked=stacked)
@@ -259,18 +246,3 @@ def test_flops_follow_the_stated_convention():
     assert vit_config.flops_per_image(config) == 6 * matmuls + 12 * 12 * 768 * 197**2
     # The usual count for ViT-B/16 at 224 is 17.5 GMACs forward; forward and backward are six FLOPs per MAC.
     assert vit_config.flops_per_image(config) / 6 == pytest.approx(17.5e9, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "facts"),
-    [
-        ("patch_size", 3, ("image_size=8", "patch_size=3")),
-        ("dim", 33, ("dim=33", "num_heads=4")),
-        ("norm", "group", ("norm='group'", "'layer'", "'batch'")),
-        ("pool", "max", ("pool='max'",)),
-        ("dropout", 1.5, ("dropout=1.5", "below 1")),
-        ("num_classes", 0, ("num_classes=0", "from 1")),
-    ],
-)
-def test_a_bad_config_names_field_value_and_remedy(field, value, facts):
-    refuses(lambda: dataclasses.replace(SMALL, **{field: value}), "ViTConfig", *facts)
