@@ -10,14 +10,14 @@ VENV ?= .venv
 WORKERS ?= 2
 ARGS ?=
 
-# A machine with an NVIDIA driver gets the CUDA libraries; any other gets the compiler alone, for `jfsdp plan`, and
-# must be told that it has no GPU, since the CUDA plugin would look for one and complain.
+# A machine with an NVIDIA driver gets the CUDA libraries; any other gets the compiler alone, for `jfsdp plan`. There
+# JAX's CUDA plugin would look for a driver and complain: NO_GPU, a line that each start of .venv's Python runs, tells it.
 ifneq ($(wildcard /dev/nvidiactl),)
 EXTRAS ?= dev,cuda12
 else
 EXTRAS ?= dev,plan
-export JAX_PLATFORMS ?= cpu
 endif
+NO_GPU := import os; os.path.exists("/dev/nvidiactl") or os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -48,6 +48,7 @@ $(STAMP): pyproject.toml models/pyproject.toml constraints.txt
 	  { echo "jfsdp needs Python 3.11 or newer, and $(PYTHON) is older; use make PYTHON=python3.13"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[$(EXTRAS)]' -e ./models
+	@echo '$(NO_GPU)' > $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/no_gpu.pth
 	@touch $@
 
 train: install ## Train a tiny Llama on the standard library's source; ARGS="--steps 100" for more

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
-from jfsdp.cli.console import BROKEN, make_console, make_table, progress_of
+from jfsdp.cli.console import BROKEN, make_console, make_table, print_verdict, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Number, optional
@@ -274,11 +274,15 @@ def _flat(value: Any) -> str:
 
 
 def _print_verified(results: dict[str, Any]) -> None:
+    console, bad = make_console(), sum(not found.is_ok for found in results.values())
+    num = f"{len(results)} checkpoint{'s' * (len(results) > 1)}"
+    print_verdict(console, not bad, "NOT OK" if bad else "OK", f"{bad} of {num}" if bad else num)
     for path, found in results.items():
         state = "ok" if found.is_ok else "DAMAGED" if found.is_damaged else "whole, but NOT FINITE"
-        print(f"{path}: {state}; {found.num_arrays} arrays, {found.num_files} files, {found.num_bytes:,} bytes")
+        size = f"{found.num_arrays} arrays, {found.num_files} files, {found.num_bytes:,} bytes"
+        console.print(f"{path}: {state}; {size}", soft_wrap=True)
         for line in [*found.problems, *(f"note: {remark}" for remark in found.remarks)]:
-            print(f"  {line}")
+            console.print(f"  {line}", soft_wrap=True)
 
 
 def _print_differences(found: Differences) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 BROKEN = 4  # the exit status of what is damaged, differs, or does not do what it says
@@ -33,8 +33,27 @@ def make_table(*columns: str, right: Collection[str] = ()) -> Any:
 
     table = Table(box=None, pad_edge=False)
     for name in columns:
-        table.add_column(name, justify="right" if name in right else "left")
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
     return table
+
+
+def print_facts(console: Any, facts: Mapping[str, str]) -> None:
+    """Print a line for each fact, its name first; a long text continues below where it began."""
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, text in facts.items():
+        table.add_row(name, text)
+    console.print(table)
+
+
+def print_verdict(console: Any, is_good: bool, verdict: str, rest: str) -> None:
+    """Print what a command found, in green or in red on a terminal."""
+    from rich.text import Text
+
+    console.print(Text.assemble((verdict, f"bold {'green' if is_good else 'red'}"), f"  {rest}"))
 
 
 @contextlib.contextmanager

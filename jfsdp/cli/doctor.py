@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from jfsdp.cli.console import GIB, make_console, make_table
+from jfsdp.cli.console import GIB, make_console, make_table, print_facts, print_verdict
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
 from jfsdp.trainer.help_groups import Options, option
@@ -107,6 +107,7 @@ def _others_on_stderr() -> Iterator[None]:
 
 def _print_processes(found: Processes, directory: Path) -> None:
     console = make_console()
+    _print_verdict(console, found.findings, f"for {len(found.facts)} processes")
     names = ("host", "processes", "devices of each", "memory of each", f"free in {directory}", "free in /dev/shm")
     table = make_table(*names)
     by_host: dict[int, list[int]] = {}
@@ -126,7 +127,7 @@ def _print_processes(found: Processes, directory: Path) -> None:
     for link in found.links:
         table.add_row(link.axis, str(link.size), link.crosses, f"{link.seconds * 1e3:.2f} ms", f"{link.gb_per_s:.2f}")
     console.print(table)
-    console.print(_table_of(found.findings))
+    _print_findings(console, found.findings)
 
 
 def _status(findings: list[Finding]) -> int:
@@ -137,11 +138,18 @@ def _gib(size: int | None) -> str:
     return "-" if size is None else f"{size / GIB:.1f} GiB"
 
 
-def _table_of(findings: list[Finding]) -> Any:
-    table = make_table("", "about", "what was found", "what to do")
+def _print_verdict(console: Any, findings: list[Finding], what: str) -> None:
+    problems, notes = (sum(one.severity == kind for one in findings) for kind in ("problem", "note"))
+    counts = f"{problems} problem{'s' * (problems != 1)}, {notes} note{'s' * (notes != 1)}"
+    print_verdict(console, not problems, "OK" if not problems else "NOT OK", f"{what}: {counts}")
+    console.print()
+
+
+def _print_findings(console: Any, findings: list[Finding]) -> None:
     for finding in findings:
-        table.add_row(finding.severity.value, finding.topic, finding.text, finding.remedy)
-    return table if findings else "nothing is wrong"
+        console.print()
+        console.print(f"{finding.severity.value}: {finding.topic}")
+        print_facts(console, {"found": finding.text, "remedy": finding.remedy})
 
 
 def _print(machine: Machine, findings: list[Finding]) -> None:
@@ -158,7 +166,6 @@ def _print(machine: Machine, findings: list[Finding]) -> None:
         "/dev/shm": _gib(machine.shm_bytes),
         **relevant_settings(machine.env),
     }
-    for name, value in facts.items():
-        console.print(f"{name:{max(map(len, facts))}} {value}")
-    console.print()
-    console.print(_table_of(findings))
+    _print_verdict(console, findings, f"for {(probe.backend or 'an unknown device').upper()}")
+    print_facts(console, facts)
+    _print_findings(console, findings)

@@ -7,7 +7,7 @@ import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from jfsdp.cli.console import make_console, make_table, progress
+from jfsdp.cli.console import make_console, make_table, print_verdict, progress
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Mesh, ShardingOptions, as_options, make_optimizer, shard_job, step_arguments
 from jfsdp.trainer.parse import read_mesh
@@ -71,13 +71,22 @@ class Explain(ShardingOptions):
 def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
     from jfsdp.layout.layout import num_parameters
     from jfsdp.layout.lint import advise
-    from jfsdp.layout.report import format_layout, frozen_leaves, strategy_stages
+    from jfsdp.layout.report import format_layout, frozen_leaves, show_bytes, strategy_stages
     from jfsdp.train.state_bytes import account
 
     layout, count, console = state.layout, account(state), make_console()
     frozen, stages = frozen_leaves(layout), strategy_stages(layout.strategy)
     sizes = {path: count.by_leaf[path] + count.host_by_leaf[path] for path in count.by_leaf}
     width = console.width if console.is_terminal else 80
+    warnings = [*program["warnings"], *advise(layout)]
+    num = f"{len(warnings)} warning{'s' * (len(warnings) != 1)}"
+    print_verdict(
+        console,
+        not warnings,
+        "OK" if not warnings else "WARNINGS",
+        f"{show_bytes(count.total)} of state per device, {num}",
+    )
+    console.print()
     console.print(format_layout(layout, sizes, width), soft_wrap=True)
     if is_wide:
         make_console(width=10_000).print(_leaves(layout, count))
@@ -86,7 +95,7 @@ def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
     if frozen:
         console.print(f"frozen, without gradient and optimizer: {num_parameters(frozen):,} of these parameters")
     console.print(_totals(count))
-    for warning in [*program["warnings"], *advise(layout)]:
+    for warning in warnings:
         console.print(f"warning: {warning}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -47,6 +48,14 @@ class PlanJob(StepOptions):
     """How many documents of equal length a row of tokens is taken to hold: for seconds alone. 1: the most attention."""
     inference: bool = option(False, "cluster")
     """Plan `jfsdp generate` in place of training: weights and cache for --batch-per-device rows of --seq-len tokens."""
+    tokens: Real = option(0.0, "training")
+    """Also say what training on this many tokens (rows, where a model has no tokens) takes: 1e12. 0: nothing."""
+    checkpoint_every: Count = option(200, "training", least=0)
+    """With --tokens: steps between checkpoints."""
+    checkpoint_bandwidth: Real = option(2.0, "training", least=0.001)
+    """With --tokens: GB/s at which one node writes a checkpoint. The default is assumed; measure yours."""
+    verbose: bool = option(False, "output")
+    """Also print the largest buffers, the communication of each unit, and XLA's options."""
     dump_hlo: File = option(None, "output")
     """Write the scheduled HLO there; `jfsdp audit` reads it."""
     timeline: File = option(None, "output")
@@ -92,6 +101,9 @@ class PlanJob(StepOptions):
 
         of_program = "--dump-hlo" if self.dump_hlo else "--timeline" if self.timeline else ""
         refused = {
+            f"--tokens {self.tokens}: must be a positive number, such as 1e12": not 0 <= self.tokens < math.inf,
+            "--tokens goes with a plan of one program: without --search, --analytic and --inference": self.tokens
+            and (self.search or self.analytic or self.inference),
             "--write-recipe goes with --search": self.write_recipe and not self.search,
             "--search compiles, and --analytic does not; give one of them": self.search and self.analytic,
             f"{of_program} goes with a plan of one program: without --search and --analytic": of_program
@@ -119,6 +131,7 @@ class PlanJob(StepOptions):
                 raise ValueError(f"{name}: there is no directory {str(Path(name).parent)!r}")
 
     def _plan(self, cluster: Cluster, **more: Any) -> int:
+        from jfsdp.plan.advice import advise_job
         from jfsdp.plan.jobs import plan_job
         from jfsdp.plan.time.chart import plot_timeline
 
@@ -128,7 +141,12 @@ class PlanJob(StepOptions):
             Path(self.dump_hlo).expanduser().write_text(plan.compiled.text)
         if self.timeline:
             plot_timeline(plan, Path(self.timeline).expanduser())
-        return self._tell(plan.to_dict(), lambda: print_plan(plan), fits=plan.fits)
+        training = (
+            plan.train(self.tokens, self.checkpoint_every, self.checkpoint_bandwidth * GB) if self.tokens else None
+        )
+        advice = advise_job(self, cluster, plan.limit_bytes, plan)
+        found = plan.to_dict() | _plain(advice) | ({"training": dataclasses.asdict(training)} if training else {})
+        return self._tell(found, lambda: print_plan(plan, advice, training, verbose=self.verbose), fits=plan.fits)
 
     def _inference(self, cluster: Cluster, reserve_bytes: int) -> int:
         from jfsdp.plan.inference import plan_inference
@@ -152,10 +170,17 @@ class PlanJob(StepOptions):
         return self._tell(search.to_dict(), lambda: print_search(search), fits=search.best is not None)
 
     def _estimate(self, cluster: Cluster, reserve_bytes: int) -> int:
+        from jfsdp.plan.advice import advise_job
         from jfsdp.plan.jobs import bound_job
 
+        limit_bytes = cluster.gpu.memory_bytes - reserve_bytes
         with progress(quiet=self.json) as tell:
             tell("sharding")
             bound = bound_job(self, cluster)
-        estimate = bound.to_dict(cluster.gpu.memory_bytes - reserve_bytes)
-        return self._tell(estimate, lambda: print_estimate(estimate, cluster), fits=estimate["state_fits"])
+            advice = advise_job(self, cluster, limit_bytes)
+        estimate = bound.to_dict(limit_bytes) | _plain(advice)
+        return self._tell(estimate, lambda: print_estimate(estimate, cluster, advice), fits=estimate["state_fits"])
+
+
+def _plain(advice: list[Any]) -> dict[str, Any]:
+    return {"advice": [dataclasses.asdict(one) for one in advice]}

@@ -3,96 +3,122 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jfsdp.cli.console import make_console, make_table
+from jfsdp.cli.console import make_console, make_table, print_facts, print_verdict
+from jfsdp.layout.report import describe_mesh, show_bytes, summary
+from jfsdp.trainer.option_errors import spell
+from jfsdp.trainer.parse import write
 
 if TYPE_CHECKING:
+    from jfsdp.plan.advice import Advice
     from jfsdp.plan.cluster.hardware import Cluster
-    from jfsdp.plan.plan import Plan
+    from jfsdp.plan.plan import Plan, Training
     from jfsdp.plan.search.search import Candidate, Search
 
 GB, GIB = 1e9, 2**30
 
 
-def print_plan(plan: Plan) -> None:
-    """Print a plan as tables."""
-    from jfsdp.layout.report import summary
+def print_plan(
+    plan: Plan, advice: Sequence[Advice] = (), training: Training | None = None, *, verbose: bool = False
+) -> None:
+    """Print a plan: the verdict, the facts of the job, memory, communication and time, and what to try next."""
+    console = make_console()
+    free = plan.limit_bytes - plan.needed_bytes
+    print_fit(console, plan.fits, plan.needed_bytes, plan.limit_bytes)
+    print_facts(console, dict(_facts(plan, verbose)) | dict(_training(training) if training else ()))
+    for part in (_memory(plan, verbose), _communication(plan, verbose), _ratios(plan), _time(plan)):
+        if not isinstance(part, str):
+            console.print()
+        console.print(part)
+    for one in plan.ledger.unknown:
+        console.print(
+            f"belongs to no parameter: {one.kind} {one.dtype} {one.total_bytes / GB:.3f} GB {short(one.source)}"
+        )
+    print_advice(console, advice, free)
+    if verbose:
+        options = {name: str(value) for name, value in plan.compiled.options.items()}
+        console.print(f"\nXLA options (compiled in {plan.compiled.compile_s:.1f} s)")
+        print_facts(console, options)
+
+
+def print_fit(console: Any, fits: bool, needed_bytes: int, limit_bytes: int, verdict: str = "FITS") -> None:
+    """Print whether something fits into the part of a GPU's memory that a step may take."""
+    margin = f"{show_bytes(abs(limit_bytes - needed_bytes))} {'free' if fits else 'too much'}"
+    sizes = f"{show_bytes(needed_bytes)} of {show_bytes(limit_bytes)} per GPU, {margin}"
+    print_verdict(console, fits, verdict if fits else "DOES NOT FIT", sizes)
+    console.print()
+
+
+def print_advice(console: Any, advice: Sequence[Advice], free_bytes: int) -> None:
+    """Print a line for each change of options, with about what it needs."""
+    if not advice:
+        return
+    title = f"to use the {show_bytes(free_bytes)} that are free" if free_bytes > 0 else "to make it fit"
+    table = make_table(title, "about GiB", "what changes", right=("about GiB",))
+    for one in advice:
+        options = " ".join(f"{spell(name)} {write(value)}" for name, value in one.changes.items())
+        table.add_row(options, f"{one.needed_bytes / GIB:.1f}", one.parts)
+    console.print()
+    console.print(table)
+
+
+def _facts(plan: Plan, verbose: bool) -> Iterator[tuple[str, str]]:
+    """Yield what the job is and how fast it is, by title."""
+    from jfsdp.layout.layout import num_parameters
     from jfsdp.trainer.options import as_options
 
-    console, cluster = make_console(), plan.cluster
-    console.print(f"{cluster.describe()}: {summary(plan.layout)}")
-    console.print(f"program {plan.spec.program}: {as_options(plan.spec.reason)}")
-    if prefetch := plan.spec.prefetch:
-        ahead = f"prefetch {prefetch.forward} forward and {prefetch.backward} backward"
-        console.print(f"{ahead}, storage {plan.layout.storage}")
+    layout, work = plan.layout, plan.work
+    yield "cluster", plan.cluster.describe()
+    yield "model", f"{num_parameters(layout.leaves):,} parameters in {len(layout.units)} FSDP units"
+    yield "sharding", f"{describe_mesh(layout)}; state {show_bytes(plan.state.total)} per GPU"
+    prefetch = f", prefetch {plan.spec.prefetch.forward}" if plan.spec.prefetch else ""
+    yield "program", f"{plan.spec.program}{prefetch}" + f" ({as_options(plan.spec.reason)})" * verbose
+    if work.attention:
+        yield "attention", work.attention
     if pipe := plan.pipeline:
-        console.print(
-            f"pipeline {pipe.name}: {pipe.stages} stages of {pipe.repeats} part{'s' * (pipe.repeats > 1)}, "
-            f"{pipe.microbatches} microbatches, of which {pipe.live} wait at most for their backward; bubble "
-            f"{pipe.bubble:.1%} of the passes, {pipe.bubble_share:.1%} of the step"
+        yield (
+            "pipeline",
+            (
+                f"{pipe.name}: {pipe.stages} stages, {pipe.microbatches} microbatches, at most {pipe.live} waiting for "
+                f"their backward; bubble {pipe.bubble:.1%} of the passes, {pipe.bubble_share:.1%} of the step"
+            ),
         )
-    if plan.work.attention:
-        console.print(f"attention {plan.work.attention}")
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
-    console.print(
-        f"{verdict}: needs {plan.needed_bytes / GIB:.2f} GiB of {plan.limit_bytes / GIB:.2f} GiB per GPU "
-        f"({plan.reserve_bytes / GIB:g} GiB of {cluster.gpu.memory_bytes / GIB:.1f} are reserved)"
-    )
-    rate, item = plan.items_per_s, plan.work.item
+    low, high = plan.step_range_s
+    yield "step", f"{plan.step_s:.3f} s; 9 of 10 published runs would take {low:.2f} to {high:.2f} s"
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     if mfu and plan.mfu_causal not in (None, plan.mfu):
-        mfu += f" ({plan.mfu_causal:.1%} counting keys that are seen)"
-    console.print(
-        f"estimated: {plan.step_s:.3f} s per step, {rate:,.0f} {item}s/s/GPU{mfu}; bound by {plan.bound_by}; "
-        f"compute-bound from {plan.compute_bound_rows} rows per device on (here {plan.work.rows})"
-    )
-    _print_error()
-    for table in (_memory(plan), _wire(plan), _overlap(plan)):
-        console.print()
-        console.print(table)
-    for one in plan.ledger.unknown:
-        console.print(f"unknown to theory: {one.kind} {one.dtype} {one.total_bytes / GB:.3f} GB {short(one.source)}")
-    options = " ".join(f"{name}={value}" for name, value in plan.compiled.options.items())
-    console.print(f"\nXLA: {options or 'defaults'}")
-    num = plan.work.documents_per_row
-    rows = f", for rows of {num} document{'s' * (num > 1)} each" if item == "token" else ""
-    console.print(
-        f"compiled in {plan.compiled.compile_s:.1f} s; bytes are XLA's, seconds an estimate{rows} (docs/plan.md)"
-    )
+        mfu += f" ({plan.mfu_causal:.1%} causal)"
+    yield "throughput", f"{plan.items_per_s:,.0f} {work.item}s/s per GPU{mfu}"
+    yield "bound by", f"{plan.bound_by}; by compute from {plan.compute_bound_rows} rows per GPU on (here {work.rows})"
 
 
-def _print_error() -> None:
-    from jfsdp.plan.time.rates import CLOCK_ERROR
-
-    make_console().print(
-        f"  seconds: within {CLOCK_ERROR:.0%} of four of five published runs of other programs on A100s and H100s; "
-        "jfsdp itself was not timed on GPUs (docs/performance.md)"
+def _training(found: Training) -> Iterator[tuple[str, str]]:
+    yield "training", f"{found.steps:,} steps: {found.days:.1f} days, {found.gpu_hours:,.0f} GPU-hours"
+    yield (
+        "checkpoints",
+        (
+            f"{found.num_checkpoints:,} of {show_bytes(found.checkpoint_bytes)}, each {found.checkpoint_s:.0f} s at "
+            f"{found.storage_bandwidth / GB:g} GB/s per node"
+        ),
     )
 
 
 def print_inference(plan: Any) -> None:
     """Print a plan of generation."""
-    from jfsdp.layout.report import summary
-
-    console, gib = make_console(), lambda size: f"{size / GIB:.2f} GiB"
-    console.print(f"{plan.cluster.describe()}: {summary(plan.layout)}")
-    console.print(f"generation, {plan.rows} rows of {plan.length} tokens for each data shard, prompts among them")
-    verdict = "fits" if plan.fits else "DOES NOT FIT"
-    console.print(f"{verdict}: needs {gib(plan.needed_bytes)} of {gib(plan.limit_bytes)} per GPU")
-    console.print(
-        f"by formula: weights {gib(plan.weight_bytes)}, cache {gib(plan.cache_bytes)}; the compiler's inputs "
-        f"{gib(plan.token.argument_bytes)}"
-    )
-    for name, program in (("a token of each row", plan.token), ("prompts that fill the rows", plan.prompts)):
-        console.print(
-            f"{name}: needs {gib(program.needed_bytes)}, sends {program.wire_bytes / GB:.3f} GB, estimated "
-            f"{program.seconds * 1000:.1f} ms"
-        )
-    console.print(f"estimated: {plan.tokens_per_s:,.0f} tokens/s/GPU after the prompts (docs/generate.md)")
-    console.print("  seconds of generation were compared with no run; memory is the compiler's own count")
+    console, gib = make_console(), show_bytes
+    print_fit(console, plan.fits, plan.needed_bytes, plan.limit_bytes)
+    rows = {"cluster": plan.cluster.describe(), "model": summary(plan.layout)}
+    rows["batch"] = f"{plan.rows} rows of {plan.length} tokens, prompts included, for each data shard"
+    rows["memory"] = f"weights {gib(plan.weight_bytes)}, cache {gib(plan.cache_bytes)}, by formula"
+    rows["inputs"] = f"{gib(plan.token.argument_bytes)}, as compiled"
+    for name, program in (("one token", plan.token), ("prompts", plan.prompts)):
+        sent, ms = f"sends {program.wire_bytes / GB:.3f} GB", f"{program.seconds * 1000:.1f} ms"
+        rows[name] = f"needs {gib(program.needed_bytes)}, {sent}, {ms}"
+    rows["throughput"] = f"{plan.tokens_per_s:,.0f} tokens/s per GPU after the prompts; not compared with a run"
+    print_facts(console, rows)
 
 
 def short(place: str) -> str:
@@ -100,82 +126,89 @@ def short(place: str) -> str:
     return place.replace(f"{Path.cwd()}/", "")
 
 
-_NUMBERS = ("GiB", "share", "times", "GB sent", "GB by theory", "ms", "tokens/s/GPU", "rows/s/GPU", "MFU")
+_NUMBERS = ("about GiB", "GiB", "share", "times", "GB sent", "GB by formula", "ms", "tokens/s/GPU", "rows/s/GPU", "MFU")
 
 
 def _table(*columns: str) -> Any:
     return make_table(*columns, right=_NUMBERS)
 
 
-def _memory(plan: Plan) -> Any:
+def _memory(plan: Plan, verbose: bool) -> Any:
     from jfsdp.plan.memory.peak import largest_buffers
 
     memory = plan.memory
-    table = make_table("memory at the peak", "GiB", "share", "largest there", right=_NUMBERS)
+    table = _table("memory at the peak", "GiB", "share", *["largest buffers"] * verbose)
     names: dict[str, list[str]] = {}
     for part, name, count, size in largest_buffers(memory, 40):
         names.setdefault(part, []).append(f"{name}{f' x{count}' if count > 1 else ''} {size / GIB:.2f}")
     rows = {**memory.parts, "fragmentation": memory.fragmentation_bytes}
     for part, size in sorted(rows.items(), key=lambda row: -row[1]):
         if size >= 2**20:
-            share = size / plan.needed_bytes
-            table.add_row(part, f"{size / GIB:.3f}", f"{share:.1%}", ", ".join(names.get(part, [])[:2]))
-    table.add_row("in all", f"{plan.needed_bytes / GIB:.3f}", "100.0%", short(memory.moment))
+            largest = ", ".join(names.get(part, [])[:2])
+            table.add_row(part, f"{size / GIB:.3f}", f"{size / plan.needed_bytes:.1%}", *[largest] * verbose)
+    table.add_row("total", f"{plan.needed_bytes / GIB:.3f}", "100.0%", *[short(memory.moment)] * verbose)
     if memory.host_bytes:
-        table.add_row("host memory", f"{memory.host_bytes / GIB:.3f}", "", "pinned, per device")
+        table.add_row("host memory per GPU", f"{memory.host_bytes / GIB:.3f}", "")
     return table
 
 
-def _wire(plan: Plan) -> Any:
+def _communication(plan: Plan, verbose: bool) -> Any:
+    """One row for each kind of collective; or, verbose, for each unit too, with the bytes by formula."""
     from jfsdp.plan.traffic.ledger import OWN
 
-    table = _table("unit", "what", "collective", "dtype", "over", "times", "GB sent", "GB by theory", "nodes")
+    numbers = ["GB sent", *["GB by formula"] * verbose]
+    table = _table(*["unit"] * verbose, "communication", "collective", "dtype", "axes", "times", *numbers, "nodes")
+    rows: dict[tuple[str, ...], list[float]] = {}
     for row in plan.ledger.rows:
-        if max(row.measured_bytes, row.expected_bytes) < 1e5:
-            continue
-        table.add_row(
-            "" if row.what == OWN else row.unit or "(root)",
-            row.what,
-            row.kind,
-            row.dtype,
-            f"{'/'.join(row.axes)} ({row.group_size})",
-            f"{row.count}",
-            f"{row.measured_bytes / GB:.3f}",
-            f"{row.expected_bytes / GB:.3f}",
-            "across" if row.crosses_nodes else "inside",
-        )
-    ledger, name = plan.ledger, "in all"
-    if ledger.own_bytes:
-        name, own = "weights", ledger.own_theory
-        ratio = f"ratio {ledger.own_ratio or 0:.4f}{f' ({own.unread[0]}?)' if own and own.unread else ''}"
-        sent, theory = f"{ledger.own_bytes / GB:.3f}", f"{ledger.own_bytes_theory / GB:.3f}"
-        table.add_row("the model's own", "", "", "", "", "", sent, theory, ratio)
-    sent, theory = f"{(ledger.wire_bytes - ledger.own_bytes) / GB:.3f}", f"{ledger.wire_bytes_theory / GB:.3f}"
-    table.add_row(name, "", "", "", "", "", sent, theory, f"ratio {ledger.wire_ratio:.4f}")
+        if max(row.measured_bytes, row.expected_bytes) >= _LEAST_SENT:
+            unit = "" if row.what == OWN else row.unit or "(root)"
+            place = "across" if row.crosses_nodes else "inside"
+            key = (*[unit] * verbose, row.what, row.kind, row.dtype, f"{'/'.join(row.axes)} ({row.group_size})", place)
+            counts = rows.setdefault(key, [0, 0.0, 0.0])
+            rows[key] = [sum(pair) for pair in zip(counts, (row.count, row.measured_bytes, row.expected_bytes))]
+    for (*key, place), (count, *sizes) in rows.items():
+        table.add_row(*key, f"{count}", *(f"{size / GB:.3f}" for size in sizes[: len(numbers)]), place)
+    sizes = [plan.ledger.wire_bytes, plan.ledger.wire_bytes_theory + plan.ledger.own_bytes_theory]
+    blank = [""] * (4 + verbose)
+    table.add_row("total", *blank, *(f"{size / GB:.3f}" for size in sizes[: len(numbers)]))
     return table
 
 
-def _overlap(plan: Plan) -> Any:
+def _ratios(plan: Plan) -> str:
+    """Compare what is sent with the formula of the strategy, and what the model itself sends with its own."""
+    ledger, own = plan.ledger, plan.ledger.own_theory
+    found = f"sent, over what the formula says: {ledger.wire_ratio:.4f}"
+    if ledger.own_bytes:
+        found += f"; the model's own collectives {ledger.own_ratio or 0:.4f}"
+        found += f" (not understood: {own.unread[0]})" if own and own.unread else ""
+    return found
+
+
+_LEAST_SENT = 1e5  # bytes of a row that is printed
+
+
+def _time(plan: Plan) -> Any:
     clock = plan.timeline
-    table = _table("a step's time", "ms", "share")
+    table = _table("time of a step", "ms", "share")
     for name, seconds in clock.critical.items():
-        table.add_row(_CLOCK[name], f"{seconds * 1e3:.1f}", f"{seconds / clock.step_s:.1%}")
-    table.add_row("in all", f"{clock.step_s * 1e3:.1f}", "")
+        if seconds >= 5e-5 or name == "exposed_s":
+            table.add_row(_CLOCK[name], f"{seconds * 1e3:.1f}", f"{seconds / clock.step_s:.1%}")
+    table.add_row("total", f"{clock.step_s * 1e3:.1f}", "100.0%")
     for link, seconds in plan.link_s.items():
         if seconds:
-            table.add_row(f"on the wire: {link}", f"{seconds * 1e3:.1f}", "")
-    share = "none there" if clock.overlapped_share is None else f"{clock.overlapped_share:.1%}"
-    table.add_row("bytes in loops with a matmul behind them", "", share)
+            table.add_row(f"sending over {link}", f"{seconds * 1e3:.1f}", "")
+    if clock.overlapped_share is not None:
+        table.add_row("bytes in loops that overlap compute", "", f"{clock.overlapped_share:.1%}")
     return table
 
 
 _CLOCK = {
     "matmul_s": "matrix products",
     "attention_s": "fused attention",
-    "memory_s": "everything else (memory-bound)",
-    "slowdown_s": "slowed by communication beside",
+    "memory_s": "memory-bound kernels",
+    "slowdown_s": "slowed by communication",
     "exposed_s": "waiting for communication",
-    "host_exposed_s": "waiting for the host's memory",
+    "host_exposed_s": "waiting for host memory",
 }
 
 
@@ -205,7 +238,6 @@ def print_search(search: Search) -> None:
     of = "" if search.is_complete else f" of the {len(planned)} that were planned"
     console.print(f"best{of}: {search.best.label}")
     console.print(f"{gain}; {len(planned)} of {len(search.tried)} candidates planned in {search.elapsed_s:.0f} s")
-    _print_error()
     if not search.is_complete:
         longest = max(one.compile_s for one in planned)
         console.print(f"--budget ended the search; give it more seconds (a candidate takes up to {longest:.0f})")
@@ -234,18 +266,20 @@ def _not_planned(search: Search) -> Iterator[str]:
             yield textwrap.shorten(line, _LINE_WIDTH, placeholder=" ...")
 
 
-def print_estimate(estimate: dict[str, Any], cluster: Cluster) -> None:
-    """Print what is known without compiling."""
-    gib = {name: estimate[name] / GIB for name in ("state_bytes", "unit_bytes", "limit_bytes")}
-    ms = {name: (estimate[name] or 0.0) * 1e3 for name in ("wire_s", "compute_s", "step_s_at_least")}
-    verdict = "the state fits: it needs" if estimate["state_fits"] else "DOES NOT FIT: the state needs"
-    lines = [
-        f"ANALYTIC, nothing was compiled: {estimate['strategy']} on {cluster.num_devices} x {cluster.gpu.full_name}",
-        f"{verdict} {gib['state_bytes']:.2f} GiB of {gib['limit_bytes']:.2f} GiB per GPU; the largest unit "
-        f"takes {gib['unit_bytes']:.2f} GiB while it is gathered",
-        f"on the wire by theory: {estimate['wire_bytes_theory'] / GB:.3f} GB, {ms['wire_s']:.1f} ms per step",
-        f"computing at the datasheet's peak: {ms['compute_s']:.1f} ms per step",
-        f"so a step takes at least {ms['step_s_at_least']:.1f} ms; activations and logits are not counted",
-        "a bound by arithmetic, compared with no run; a compiled plan says how near plans were",
-    ]
-    make_console().print("\n".join(lines))
+def print_estimate(estimate: dict[str, Any], cluster: Cluster, advice: Sequence[Advice] = ()) -> None:
+    """Print what is known without compiling: the state, and bounds of communication and time."""
+    console, limit, state = make_console(), estimate["limit_bytes"], estimate["state_bytes"]
+    ms = {name: f"{(estimate[name] or 0.0) * 1e3:.1f} ms" for name in ("wire_s", "compute_s", "step_s_at_least")}
+    print_fit(console, estimate["state_fits"], state, limit, "THE STATE FITS")
+    print_facts(
+        console,
+        {
+            "cluster": cluster.describe(),
+            "sharding": f"{estimate['strategy']}; the largest unit is {show_bytes(estimate['unit_bytes'])} gathered",
+            "not counted": "activations and logits: nothing was compiled",
+            "communication": f"{estimate['wire_bytes_theory'] / GB:.3f} GB per step by formula, {ms['wire_s']}",
+            "compute": f"{ms['compute_s']} per step at the datasheet's peak",
+            "step": f"at least {ms['step_s_at_least']}: a bound, not a prediction",
+        },
+    )
+    print_advice(console, advice, limit - state)

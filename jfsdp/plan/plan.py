@@ -27,6 +27,7 @@ from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import Module, parse_module
 from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, largest_buffers
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
+from jfsdp.plan.time.rates import CLOCK_RANGE
 from jfsdp.plan.time.timeline import Rates, Timeline, simulate
 from jfsdp.plan.traffic.ledger import Ledger, make_ledger
 from jfsdp.train.checks import check_lowers
@@ -97,6 +98,27 @@ def matmul_dtype(layout: Layout) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class Training:
+    """What a number of tokens (or rows) takes; see `Plan.train`.
+
+    Attributes:
+      steps, days, gpu_hours: of training alone, at the estimated seconds of a step.
+      num_checkpoints: also counts the one at the end.
+      checkpoint_bytes: of one, on disk: all parameters that are trained, the optimizer's states, the model's state.
+      checkpoint_s: to write one, all nodes at `storage_bandwidth`.
+      storage_bandwidth: bytes/s that one node writes.
+    """
+
+    steps: int
+    days: float
+    gpu_hours: float
+    num_checkpoints: int
+    checkpoint_bytes: int
+    checkpoint_s: float
+    storage_bandwidth: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
     """What a step does on a cluster; see `make_plan`.
 
@@ -136,6 +158,26 @@ class Plan:
     def step_s(self) -> float:
         """Estimated seconds of a step."""
         return self.timeline.step_s
+
+    @property
+    def step_range_s(self) -> tuple[float, float]:
+        """Seconds between which nine of ten published runs would lie, if their plans were this one."""
+        low, high = CLOCK_RANGE
+        return self.step_s * low, self.step_s * high
+
+    def train(self, items: float, checkpoint_every: int, storage_bandwidth: float) -> Training:
+        """Return what training on so many tokens, or rows where these are counted, takes.
+
+        Args:
+          checkpoint_every: steps.
+          storage_bandwidth: bytes/s that one node writes.
+        """
+        sizes, saved = dict(self.layout.mesh_sizes), self.state.checkpoint
+        steps = math.ceil(items / (self.work.items * num_data_shards(sizes)))
+        hours = steps * self.step_s / 3600
+        writes_s = saved / (self.cluster.nodes * storage_bandwidth)
+        count = math.ceil(steps / checkpoint_every) if checkpoint_every else 0
+        return Training(steps, hours / 24, hours * self.cluster.num_devices, count, saved, writes_s, storage_bandwidth)
 
     @property
     def items_per_s(self) -> float:
@@ -187,7 +229,17 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data: bytes per device, seconds per step."""
         ledger, spec = self.ledger.to_dict(), self.spec
-        names = ("fits", "needed_bytes", "limit_bytes", "reserve_bytes", "step_s", "mfu", "mfu_causal", "bound_by")
+        names = (
+            "fits",
+            "needed_bytes",
+            "limit_bytes",
+            "reserve_bytes",
+            "step_s",
+            "step_range_s",
+            "mfu",
+            "mfu_causal",
+            "bound_by",
+        )
         of_clock = ("overlapped_share", "exposed_s", "wire_s", "compute_s", "critical")
         return {
             **{name: getattr(self, name) for name in names},

@@ -25,6 +25,7 @@ class StateBytes:
       host_params, host_work, host_opt: what is offloaded of params, work and opt, and not counted there.
       padding: the part of params, work and opt that is padding, averaged over devices; in both memories.
       replicated: the part of params, work and opt that every device holds whole; in both memories.
+      checkpoint: of all devices, what a checkpoint holds without frozen parameters.
       by_leaf: params + work + opt of each leaf.
       host_by_leaf: host_params + host_work + host_opt of each leaf.
     """
@@ -39,6 +40,7 @@ class StateBytes:
     host_opt: int
     padding: int
     replicated: int
+    checkpoint: int
     by_leaf: dict[str, int]
     host_by_leaf: dict[str, int]
 
@@ -60,7 +62,7 @@ _KINDS = {"opt_state": "opt", "step": "counters", "num_skipped": "counters", "lo
 def account(state: TrainState) -> StateBytes:
     """Count a state, or `model.abstract_state(tx)`."""
     layout, memories = state.layout, jax.tree.leaves(state_memories(state))
-    count: dict[str, int] = dict.fromkeys((*_PARTS, "padding", "replicated"), 0)
+    count: dict[str, int] = dict.fromkeys((*_PARTS, "padding", "replicated", "checkpoint"), 0)
     by_leaf = {memory: {leaf.path: 0 for leaf in layout.leaves} for memory in (DEVICE, HOST)}
     roles = iter(state.roles.arrays)
     arrays = jax.tree_util.tree_leaves_with_path(state)
@@ -77,6 +79,9 @@ def account(state: TrainState) -> StateBytes:
         if kind == "opt" and leaf is None:
             kind = "counters"
         count[f"host_{kind}" if memory == HOST else kind] += size
+        if part != "work" and (part != "params" or leaf is None or leaf.trainable):
+            shard = array.sharding.shard_shape(array.shape)
+            count["checkpoint"] += size * math.prod(array.shape) // math.prod(shard)
         if leaf is not None:
             by_leaf[memory][leaf.path] += size
             count["padding"] += _padding(leaf, size) if padding else 0

@@ -51,6 +51,15 @@ def test_plan_prints_json_that_says_all(saved, capsys):
     assert picture.startswith("<?xml") and picture.rstrip().endswith("</svg>")
 
 
+def test_no_line_of_a_plan_is_wider_than_its_terminal_and_no_option_is_cut(capsys, monkeypatch):
+    for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "80", "NO_COLOR": "1", "TERM": "xterm"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["plan", *TINY, "--gpu", "h100", "--verbose", "--tokens", "1e9", "--mesh", "fsdp=4,tensor=2"]) == 0
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert max(map(len, out.splitlines())) <= 80 and "…" not in out
+    check_facts(out, "FITS", "the model's own", "xla_gpu_enable_latency_hiding_scheduler", "GPU-hours")
+
+
 def test_audit_takes_the_program_that_plan_wrote(saved, capsys):
     path, command = saved
     if not path.exists():
@@ -77,10 +86,10 @@ def test_plan_and_audit_know_what_goes_over_tensor_and_what_does_not_fit_has_sta
 
 def test_without_compiling_it_says_so_and_whether_the_state_fits(capsys):
     assert main(["plan", *TINY, "--analytic"]) == 0
-    check_facts(out := capsys.readouterr().out, "ANALYTIC, nothing was compiled", "the state fits")
+    check_facts(out := capsys.readouterr().out, "THE STATE FITS", "nothing was compiled")
     assert "DOES NOT" not in out
     assert main(["plan", "--recipe", "llama-8b", "--strategy", "ddp", "--analytic"]) == 3
-    assert "89.75 GiB of 76" in capsys.readouterr().out
+    check_facts(capsys.readouterr().out, "DOES NOT FIT  89.7 GiB of 76.1 GiB", "--strategy full_shard")
 
 
 def test_a_recipe_gives_defaults_and_options_override_it(capsys):

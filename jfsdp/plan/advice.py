@@ -1,0 +1,185 @@
+"""What to change about a job, to use the memory that its plan leaves, or to need less. Compiles nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from jfsdp.layout.mesh import PIPE, model_mesh
+from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.cluster.target import topology_devices
+from jfsdp.plan.jobs import bound_job, find_planned_job, mesh_sizes, shard_planned
+from jfsdp.plan.plan import Plan
+from jfsdp.train.step.loss import as_loss
+from jfsdp.trainer.options import StepOptions
+
+_BY_ROWS = ("activations", "logits", "attention", "compute", "workspace", "batch")
+_ROOM = 0.9  # the part of the limit that an estimate may take
+_WAITING = 0.02  # the part of a step from which waiting for communication is worth memory
+_MAX_DOUBLINGS = 10
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """A change of a job's options, and about how much memory its step would need then.
+
+    Attributes:
+      changes: new values by field of `StepOptions`, and of `nodes`. They include those of the advice before it where
+        the job does not fit.
+      needed_bytes: per GPU, estimated: the state by its layout, values saved for the backward by a trace, and of the
+        plan's other parts those in proportion that grow with the rows of a microbatch.
+      parts: the parts of the memory that change, in words.
+    """
+
+    changes: dict[str, Any]
+    needed_bytes: int
+    parts: str
+
+
+def advise_job(options: StepOptions, cluster: Cluster, limit_bytes: int, plan: Plan | None = None) -> list[Advice]:
+    """Return what would use a GPU's memory where half of it is free, or what makes a job fit, in the order to try it.
+
+    Args:
+      limit_bytes: of a GPU's memory, what the step may take.
+      plan: of the same job; None: its state alone is known, and only changes of the state are considered.
+    """
+    estimate = _Estimate(options, cluster, plan)
+    if estimate.needed_bytes > limit_bytes:
+        return _reduce(estimate, limit_bytes)
+    return list(_use(estimate, limit_bytes)) if plan and plan.needed_bytes < limit_bytes / 2 else []
+
+
+def saved_bytes(options: StepOptions, devices: Any) -> int:
+    """Return the bytes per device of what a microbatch's forward saves for its backward. Traces, and allocates nothing.
+
+    Parameters do not count. Each device is taken to have an equal part of the rest.
+
+    Args:
+      devices: of `topology_devices(cluster)`: a model may choose its attention by their platform.
+    """
+    planned = shard_planned(options, devices)
+    layout, state = planned.model.layout, planned.step.abstract_state()
+    shapes = {shape for leaf in layout.leaves for shape in (leaf.shape, leaf.shape[leaf.stacked :])}
+    trained = {path: x for path, x in state.source.items() if layout.by_path[path].trainable}
+
+    def saved(trained: Any, batch: Any) -> Any:
+        def total(trained: Any) -> Any:
+            source = {**state.source, **trained}
+            return as_loss(planned.model.apply(planned.job.loss, source, state.model_state, batch)[0]).total
+
+        return jax.vjp(total, trained)[1]
+
+    with model_mesh(planned.model.mesh), jax.default_device(devices[0]):
+        found = jax.tree.leaves(jax.eval_shape(saved, trained, planned.batch))
+    sizes = [math.prod(x.shape) * x.dtype.itemsize for x in found if tuple(x.shape) not in shapes]
+    return sum(sizes) // len(devices) // options.accumulate
+
+
+class _Estimate:
+    """About what a job needs after changes of its options."""
+
+    def __init__(self, options: StepOptions, cluster: Cluster, plan: Plan | None) -> None:
+        self.options, self.cluster, self.plan = options, cluster, plan
+        self.sizes = mesh_sizes(options.mesh, cluster.num_devices)
+        self.needed_bytes = plan.needed_bytes if plan else bound_job(options, cluster).state_bytes
+
+    def after(self, changes: dict[str, Any]) -> int | None:
+        """Estimate the bytes per device; None where training would refuse the changes."""
+        changes = dict(changes)
+        cluster = dataclasses.replace(self.cluster, nodes=changes.pop("nodes", self.cluster.nodes))
+        options = dataclasses.replace(self.options, **changes)
+        try:
+            state_bytes = bound_job(options, cluster).state_bytes
+        except ValueError:
+            return None
+        if self.plan is None:
+            return state_bytes
+        before = self.plan.memory.parts
+        others = self.needed_bytes - self.plan.state.total - sum(before[name] for name in _BY_ROWS)
+        by_rows = dict.fromkeys(_BY_ROWS, 0) | {name: before[name] for name in _BY_ROWS}
+        if options.remat != self.options.remat:
+            same = dataclasses.replace(self.options, remat=options.remat)
+            by_rows["activations"] = saved_bytes(same, topology_devices(self.cluster))
+        ratio = _rows(options, cluster) / _rows(self.options, self.cluster)
+        return int(state_bytes + others + sum(by_rows.values()) * ratio)
+
+
+def _rows(options: StepOptions, cluster: Cluster) -> float:
+    """Return the rows of a microbatch per device; where the model is cut, a device has a part of each at best."""
+    tensor = mesh_sizes(options.mesh, cluster.num_devices).get("tensor", 1)
+    return options.batch_per_device / options.accumulate / tensor
+
+
+def _use(estimate: _Estimate, limit_bytes: int) -> Iterator[Advice]:
+    """Yield changes, each by itself, that trade memory for time: less recomputation, more rows, fewer gathers."""
+    options, plan = estimate.options, estimate.plan
+    assert plan is not None
+
+    def advice(changes: dict[str, Any], parts: str) -> Iterator[Advice]:
+        needed = estimate.after(changes)
+        if needed is not None and needed <= _ROOM * limit_bytes:
+            yield Advice(changes, needed, parts)
+
+    if options.remat == "full" and PIPE not in estimate.sizes:
+        yield from advice({"remat": "dots"}, "no matrix product is computed twice")
+    if options.accumulate > 1:
+        yield from advice({"accumulate": 1}, "fewer gathers and larger matrix products")
+    else:
+        ladder = (options.batch_per_device * 2**power for power in range(_MAX_DOUBLINGS, 0, -1))
+        found = (one for rows in ladder for one in advice({"batch_per_device": rows}, "larger matrix products"))
+        yield from itertools.islice(found, 1)
+    clock, kept = plan.timeline, {"reshard_after_forward": False}
+    if clock.exposed_s > _WAITING * clock.step_s and options.reshard_after_forward is None and not plan.pipeline:
+        whole = sum(plan.layout.stage_bytes(leaf, "use") for leaf in plan.layout.leaves)
+        if (needed := plan.needed_bytes + whole) <= _ROOM * limit_bytes:
+            yield Advice(kept, needed, "parameters are gathered once a step")
+
+
+def _reduce(estimate: _Estimate, limit_bytes: int) -> list[Advice]:
+    """Return changes that need less memory, each with those before it, up to the first that fits; where that offloads
+    something, also how many nodes do without.
+    """
+    found, before = [Advice({}, estimate.needed_bytes, "")], {}
+
+    def add(changes: dict[str, Any], parts: str) -> bool:
+        after = estimate.after(before | changes)
+        if after is not None and after < found[-1].needed_bytes:
+            found.append(Advice(before | changes, after, parts))
+            before.update(changes)
+        return found[-1].needed_bytes <= limit_bytes
+
+    if not any(add(*cure) for cure in _cures(estimate)) and not any(add(*cure) for cure in _offloads(estimate)):
+        return found[1:]
+    nodes = [estimate.cluster.nodes * 2**power for power in range(1, _MAX_DOUBLINGS)]
+    if before.pop("offload", None):
+        sizes = ((num, estimate.after(before | {"nodes": num})) for num in nodes)
+        first = next(((num, size) for num, size in sizes if size is not None and size <= limit_bytes), None)
+        found += [Advice(before | {"nodes": first[0]}, first[1], "or more GPUs")] if first else []
+    return found[1:]
+
+
+def _cures(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield changes of the options, from what costs little time to what costs much."""
+    options, cluster, sizes = estimate.options, estimate.cluster, estimate.sizes
+    if options.strategy != "full_shard":
+        yield {"strategy": "full_shard"}, "parameters, gradients and optimizer states"
+    if estimate.plan is not None:
+        if options.remat != "full" and PIPE not in sizes:
+            yield {"remat": "full"}, "activations"
+        if PIPE not in sizes and options.accumulate < options.batch_per_device:
+            yield {"accumulate": options.batch_per_device}, "activations and logits"
+        job = find_planned_job(options)
+        if "tensor" not in sizes and (job.placements or job.axis_rules is not None) and cluster.gpus_per_node > 1:
+            mesh = (("fsdp", -1), *((axis, size) for axis, size in sizes.items() if axis == PIPE))
+            yield {"mesh": (*mesh, ("tensor", cluster.gpus_per_node))}, "activations; a smaller global batch"
+
+
+def _offloads(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
+    for kinds, part in ((("opt_state",), "optimizer states"), (("opt_state", "params"), "parameters")):
+        if not {*kinds} <= {*estimate.options.offload}:
+            yield {"offload": tuple(dict.fromkeys((*estimate.options.offload, *kinds)))}, f"{part}, to the host"
