@@ -53,23 +53,6 @@ def test_a_step_as_it_should_be_passes():
     assert_collectives(text, layout)
 
 
-@pytest.mark.parametrize(
-    "options",
-    thin(
-        [
-            {"mesh": (("replica", 2), ("fsdp", 4)), "accumulate": 2},
-            {"strategy": "hfsdp", "mesh": (("replica", 2), ("fsdp", 4))},
-            {"config": (("stacked", False),)},
-            {"strategy": "ddp"},
-        ]
-    ),
-    ids=["hybrid", "hfsdp", "list", "ddp"],
-)
-def test_other_strategies_and_forms_pass(options):
-    text, layout = programs.program(**options)
-    assert str(audit(text, layout, spec=spec_of(layout, accumulate=options.get("accumulate", 1)))).endswith(": ok")
-
-
 @pytest.mark.proof
 def test_a_wire_in_float32_is_named(monkeypatch):
     def to_use(self, pairs, shards):

@@ -11,6 +11,7 @@ from jfsdp.plan.hlo.collectives import Collective, find_collectives
 from jfsdp.plan.hlo.op_names import split_names
 from jfsdp.plan.hlo.parse import Shape, parse_module
 from jfsdp.plan.traffic.attribution import group_axes
+from jfsdp.plan.traffic.audit import audit
 from jfsdp.plan.traffic.ledger import make_ledger
 from tests.plan import programs
 from tests.sharding import fully_shard
@@ -30,17 +31,18 @@ def ledger_of(layout, text, gpus_per_node=None, **step):
 CASES = {
     "full_shard": {},
     "a list of layers": {"config": (("stacked", False),)},
-    "ddp": {"strategy": "ddp"},
     "replicas, accumulated": {"mesh": GROUPS, "accumulate": 2},
-    "hfsdp": {"strategy": "hfsdp", "mesh": GROUPS},
+    "ddp": {"strategy": "ddp"},
     "hpz": {"strategy": "zeropp", "hosts": 2},
+    "hfsdp": {"strategy": "hfsdp", "mesh": GROUPS},
 }
 
 
-@pytest.mark.parametrize("name", thin(CASES, 5))
-def test_what_xla_compiles_is_what_theory_says(name):
+@pytest.mark.parametrize("name", thin(CASES))
+def test_what_xla_compiles_is_what_theory_says_and_passes_an_audit(name):
     options = CASES[name]
     text, layout = programs.program(**options)
+    assert str(audit(text, layout, spec=spec_of(layout, accumulate=options.get("accumulate", 1)))).endswith(": ok")
     step = {"accumulate": options.get("accumulate", 1)}
     found = ledger_of(layout, text, gpus_per_node=8, **step)
     assert found.unknown == ()
@@ -48,15 +50,15 @@ def test_what_xla_compiles_is_what_theory_says(name):
     assert found.wire_ratio == pytest.approx(1, abs=NORMS)
     expected = sum(move.wire_bytes for move in movements(layout, spec_of(layout, **step)))
     assert found.wire_bytes_theory == pytest.approx(expected, rel=1e-4)
-    for unit in layout.units:
-        rows = [row for row in found.rows if row.unit == unit.name]
+    for unit in {unit.name.partition(".")[0] for unit in layout.units}:  # XLA combines gathers of two layers of a list
+        rows = [row for row in found.rows if row.unit.partition(".")[0] == unit]
         kinds = {(row.kind, row.axes, row.group_size) for row in rows if row.what in ("parameters", "gradients")}
         for kind in kinds:
             same = [row for row in rows if (row.kind, row.axes, row.group_size) == kind]
             measured, wanted = (
                 sum(getattr(row, name) for row in same) for name in ("measured_bytes", "expected_bytes")
             )
-            assert measured == pytest.approx(wanted, rel=2e-3), (unit.name, kind)
+            assert measured == pytest.approx(wanted, rel=2e-3), (unit, kind)
 
 
 def test_rows_say_which_axes_and_whether_nodes_are_crossed():

@@ -116,6 +116,7 @@ def test_theory_of_activations_is_what_is_compiled(kind, remat):
     assert found.own_ratio == pytest.approx(1, abs=1e-3)
 
 
+@pytest.mark.proof
 def test_rows_that_the_axis_does_not_divide_are_all_reduced_by_theory_too():
     module, layout, trace = program("manual", 8, 2, seq_len=511)
     found = make_ledger(layout, find_collectives(module, NUM_DEVICES), trace=trace)
