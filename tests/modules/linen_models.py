@@ -63,10 +63,6 @@ class Net(nn.Module):
         return nn.Dense(3)(x)
 
 
-def mean_square(model, batch):
-    return (model(batch, train=True) ** 2).mean()
-
-
 def shard(module, example=(X,), units=(Block,), **options):
     return fully_shard((module, example), units=units, min_size=1, **options)
 

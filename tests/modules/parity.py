@@ -6,6 +6,7 @@ import numpy as np
 import optax
 from flax import nnx, traverse_util
 
+import jfsdp
 from jfsdp.engine.xla import XlaEngine
 from tests.refusals import refuses
 from tests.sharding import fully_shard
@@ -38,6 +39,16 @@ def assert_close(found, wanted, rtol=2e-5, atol=2e-6):
     for name, value in wanted.items():
         cut = key_data(found[name])[tuple(slice(0, size) for size in value.shape)]
         np.testing.assert_allclose(cut, value, rtol=rtol, atol=atol, err_msg=name)
+
+
+def mean_square(model, batch):
+    return (model(batch) ** 2).mean()
+
+
+def square(model, batch):
+    """The same as a sum, which program `manual` takes for less."""
+    out = model(batch)
+    return jfsdp.Loss((out.astype(jnp.float32) ** 2).sum(), jnp.float32(out.size))
 
 
 def train_sharded(model, loss, batches, state=None):

@@ -13,7 +13,7 @@ import pytest
 from flax import linen, nnx
 
 import jfsdp
-from tests.modules.parity import DIM, TX, check_linen, check_nnx, data
+from tests.modules.parity import DIM, TX, check_linen, check_nnx, data, mean_square, square
 from tests.refusals import refuses
 from tests.steps import fully_shard
 
@@ -125,21 +125,12 @@ class LinenNet(linen.Module):
         return LinenLayer(name="layer")(box)
 
 
-def loss(model, x):
-    out = model(x)
-    return jfsdp.Loss((out.astype(jnp.float32) ** 2).sum(), out.size)
-
-
 def scalar(apply, x):
     return (apply(Record(x)).x ** 2).mean()
 
 
-def mean(model, x):
-    return (model(x) ** 2).mean()
-
-
 def test_units_take_and_return_containers_that_jax_does_not_know():
-    check_nnx(Net, mean, data(), [Layer], steps=1)
+    check_nnx(Net, mean_square, data(), [Layer], steps=1)
 
 
 def test_linen_units_take_and_return_containers_that_jax_does_not_know():
@@ -148,8 +139,8 @@ def test_linen_units_take_and_return_containers_that_jax_does_not_know():
 
 def test_program_manual_takes_containers_too():
     model = fully_shard(Net, units=[Layer], min_size=1, program="manual")
-    _, metrics = model.train_step(loss, TX, check_loss=False)(model.init(TX), data())
-    np.testing.assert_allclose(metrics["loss"], mean(nnx.jit(lambda: Net(nnx.Rngs(0)))(), data()), rtol=1e-5)
+    _, metrics = model.train_step(square, TX, check_loss=False)(model.init(TX), data())
+    np.testing.assert_allclose(metrics["loss"], mean_square(nnx.jit(lambda: Net(nnx.Rngs(0)))(), data()), rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "linen"])

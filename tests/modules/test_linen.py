@@ -7,7 +7,7 @@ import pytest
 from flax import linen as nn
 
 import jfsdp
-from tests.modules.linen_models import VOCAB, Block, Decode, Net, Seq2Seq, X, mean_square, shard
+from tests.modules.linen_models import VOCAB, Block, Decode, Net, Seq2Seq, X, shard
 from tests.modules.parity import (
     DIM,
     ROWS,
@@ -17,6 +17,7 @@ from tests.modules.parity import (
     count_calls,
     data,
     flat,
+    mean_square,
     plain_variables,
     refused,
     tokens,

@@ -10,8 +10,8 @@ from flax import linen as nn
 from flax.core import DenyList
 
 from jfsdp.modules.linen import LinenModel
-from tests.modules.linen_models import SPLIT, Block, Carry, Net, X, mean_square, shard
-from tests.modules.parity import DIM, TX, assert_close, check_linen, data, flat, trace
+from tests.modules.linen_models import SPLIT, Block, Carry, Net, X, shard
+from tests.modules.parity import DIM, TX, assert_close, check_linen, data, flat, mean_square, trace
 from tests.refusals import check_facts, refuses, refusing
 from tests.sharding import fully_shard
 

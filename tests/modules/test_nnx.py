@@ -12,7 +12,19 @@ from flax import nnx
 
 from jfsdp.modules.nnx import NNXModel
 from jfsdp.modules.nnx_unit import hooked_methods
-from tests.modules.parity import DIM, ROWS, TX, check_nnx, count_calls, data, refused, tokens, trace, train_sharded
+from tests.modules import parity
+from tests.modules.parity import (
+    DIM,
+    ROWS,
+    TX,
+    check_nnx,
+    count_calls,
+    data,
+    mean_square,
+    refused,
+    tokens,
+    train_sharded,
+)
 from tests.refusals import refuses, refusing
 from tests.sharding import fully_shard
 from tests.thin import thin
@@ -59,10 +71,6 @@ class Net(nnx.Module):
             for layer in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
                 x = layer(x)
         return self.head(x)
-
-
-def mean_square(model, batch):
-    return (model(batch) ** 2).mean()
 
 
 @pytest.mark.parametrize("kind", thin(["scan", "list", "methods", "shared"]))
@@ -394,7 +402,7 @@ def test_a_method_called_on_its_class_is_refused_with_the_call_that_is_gathered(
     model = fully_shard(Net, units=[Block], min_size=1)
     by_class = lambda model, x: (Block.mix(model.layers[0], x) ** 2).mean()  # noqa: E731
     refused(model, by_class, data(), "layers.0.up", "module.method(x)", "Class.method")
-    trace(model, lambda model, x: (model.layers[0].mix(x) ** 2).mean(), data())
+    parity.trace(model, lambda model, x: (model.layers[0].mix(x) ** 2).mean(), data())
 
 
 class Normalized(nnx.Module):

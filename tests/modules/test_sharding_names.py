@@ -12,7 +12,7 @@ from flax.linen.spmd import with_logical_constraint
 from jax.sharding import AxisType, PartitionSpec
 
 import jfsdp
-from tests.modules.parity import DIM, ROWS, TX, check_linen, check_nnx, data, train_sharded
+from tests.modules.parity import DIM, ROWS, TX, check_linen, check_nnx, data, mean_square, square, train_sharded
 from tests.refusals import refusing
 from tests.steps import fully_shard
 from tests.thin import thin
@@ -61,20 +61,11 @@ class Net(nnx.Module):
         return scan(x, self.blocks)
 
 
-def loss(model, batch):
-    return (model(batch) ** 2).mean()
-
-
-def total(model, batch):
-    out = model(batch)
-    return jfsdp.Loss((out**2).sum(), jnp.float32(out.size))
-
-
 def lower(source, unit, **options):
     """Trace init and a step; return the model."""
     model = fully_shard(source, units=[unit], min_size=1, **options)
     model.lower_init(TX)
-    model.train_step(total, TX).lower(model.abstract_state(TX), X)
+    model.train_step(square, TX).lower(model.abstract_state(TX), X)
     return model
 
 
@@ -106,7 +97,7 @@ def test_names_change_no_layout(names):
 def test_a_stack_with_names_trains_as_on_one_device_and_the_loss_sees_the_names():
     def checked(model, batch):
         assert model.blocks.up.kernel.get_metadata("out_sharding") == ("layers", "embed", "mlp")
-        return loss(model, batch)
+        return mean_square(model, batch)
 
     with nnx.use_eager_sharding(False):  # for the plain model
         check_nnx(lambda rngs: Net(rngs, stacked=True), checked, data(), [Block])
@@ -118,7 +109,8 @@ def test_an_instance_that_flax_has_placed_on_a_mesh_trains_as_its_factory():
         instance: Any = nnx.jit(lambda: Net(nnx.Rngs(0)))()
     assert instance.blocks[0].up.kernel.sharding.spec == PartitionSpec(None, "mlp")
     losses = [
-        train_sharded(fully_shard(source, units=[Block], min_size=1), loss, [data()])[0] for source in (instance, Net)
+        train_sharded(fully_shard(source, units=[Block], min_size=1), mean_square, [data()])[0]
+        for source in (instance, Net)
     ]
     np.testing.assert_allclose(*losses, rtol=1e-5)
 
@@ -130,7 +122,7 @@ def test_a_variable_with_names_may_be_made_by_a_call():
             return super().__call__(self.cache[...])
 
     def popped(model, batch):
-        out = loss(model, batch)
+        out = mean_square(model, batch)
         nnx.pop(model, nnx.Cache)
         return out
 
@@ -180,7 +172,7 @@ class LinenNet(nn.Module):
 
 def test_a_linen_stack_with_logical_names_and_rules_trains_as_on_one_device():
     with nn.logical_axis_rules(RULES):
-        check_linen(LinenNet(), (X,), loss, data(), [LinenBlock])
+        check_linen(LinenNet(), (X,), mean_square, data(), [LinenBlock])
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-import jfsdp
 from tests import reference
-from tests.modules.parity import DIM, ROWS, TX, check_linen, check_nnx, count_calls, data
+from tests.modules.parity import DIM, ROWS, TX, check_linen, check_nnx, count_calls, data, mean_square, square
 from tests.refusals import refusing
 from tests.steps import fully_shard
 
@@ -77,15 +76,6 @@ class Tied(Net):
 
     def __call__(self, x):
         return self.head(super().__call__(x))
-
-
-def mean_square(model, batch):
-    return (model(batch) ** 2).mean()
-
-
-def square(model, batch):
-    out = model(batch)
-    return jfsdp.Loss((out**2).sum(), jnp.float32(out.size))
 
 
 def check_manual(source, units, **options):

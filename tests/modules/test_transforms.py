@@ -6,7 +6,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 
-from tests.modules.parity import DIM, check_linen, check_nnx, data, refused
+from tests.modules.parity import DIM, check_linen, check_nnx, data, mean_square, refused
 from tests.sharding import fully_shard
 
 TRANSFORMS = {
@@ -42,17 +42,13 @@ class Net(nnx.Module):
         return x
 
 
-def loss(model, batch):
-    return (model(batch) ** 2).mean()
-
-
 def evaluated(model, batch):
     model.eval()
-    return loss(model, batch)
+    return mean_square(model, batch)
 
 
 def refuse(facts, source, unit):
-    refused(fully_shard(source, units=[unit], min_size=1), loss, data(), *facts)
+    refused(fully_shard(source, units=[unit], min_size=1), mean_square, data(), *facts)
 
 
 def test_a_unit_whose_state_does_not_change_runs_inside_transforms_of_jax():
@@ -75,7 +71,7 @@ def test_a_unit_that_draws_runs_inside_the_vmap_of_nnx():
 
             return call(self.block, x)
 
-    check_nnx(Mapped, loss, data(), [Block])
+    check_nnx(Mapped, mean_square, data(), [Block])
 
 
 class LinenBlock(nn.Module):
@@ -116,7 +112,7 @@ def through(module, call, x):
 
 def test_a_linen_unit_whose_state_does_not_change_runs_inside_transforms_of_jax():
     net = LinenNet(tuple(TRANSFORMS))
-    check_linen(net, (data(),), loss, data(), [LinenBlock], steps=1, mutable=["batch_stats"])
+    check_linen(net, (data(),), mean_square, data(), [LinenBlock], steps=1, mutable=["batch_stats"])
 
 
 @pytest.mark.parametrize("net", [LinenNet, Compact])
