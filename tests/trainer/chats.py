@@ -3,8 +3,11 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+from jfsdp.trainer.data.tokens import DataConfig, open_data
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 SPECIAL += ["<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"]
@@ -113,6 +116,16 @@ def save_tokenizer(
 def write_jsonl(path: Path, records: list) -> str:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
+
+
+def opened(directory: Path, records: Any, template: Any = CHATML, *, merges: Any = (), **options: Any) -> Any:
+    """Write records and a tokenizer with a chat template; open them as data of which nothing is held out."""
+    tokenizer = save_tokenizer(directory / "tokenizer", template, merges, options.pop("trim_offsets", False))
+    path = write_jsonl(directory / "chat.jsonl", records)
+    options = {"tokenizer": tokenizer, "eval_fraction": 0, "seq_len": 512, "shuffle_rows": 32} | options
+    data = open_data(DataConfig(path, **options))
+    data.check_used()
+    return data
 
 
 def chat(*contents: str, roles: str = "ua") -> dict:

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from jfsdp.trainer.data.documents import INPUT, TARGET, TRAINED
-from jfsdp.trainer.data.tokens import DataConfig, open_data
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.tokens import PairSource
@@ -21,6 +20,7 @@ from tests.trainer.chats import (
     R1_DISTILL,
     TOOL_USE,
     chat,
+    opened,
     save_tokenizer,
     write_jsonl,
 )
@@ -50,12 +50,6 @@ MARKED_WITHOUT_CALLS = MARKED.replace(
 NAMES_ONLY = CHATML.replace(
     "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
 )
-
-
-def _open(directory, records, template: str | list | None = CHATML, *, merges=(), **options):
-    tokenizer = save_tokenizer(directory / "tokenizer", template, merges)
-    path = write_jsonl(directory / "chat.jsonl", records)
-    return open_data(DataConfig(path, **{"tokenizer": tokenizer, "eval_fraction": 0, "seq_len": 512} | options))
 
 
 def _shown(data, index=0):
@@ -88,21 +82,20 @@ def _shown(data, index=0):
         ([{**PLAIN, "tools": "f"}], LLAMA3_TOOLS, {}, ["line 1", "tools", "JSON text"]),
         ([{**PLAIN, "tools": ["f"]}], LLAMA3_TOOLS, {}, ["line 1", "tools", "list of objects"]),
         ([{"prompt": "a", "completion": "b", "tools": TOOLS}], CHATML, {}, ["line 1", "tools", "text"]),
-        ([chat("a", "b", "c", "d")], QWEN3, {}, ["line 1", "message 2", "rewrites history", "--answers last"]),
     ],
 )
 def test_a_part_of_a_record_that_a_template_leaves_out_is_refused(tmp_path, records, template, options, expected):
-    refuses(lambda: _open(tmp_path, records, template, **options), *expected)
+    refuses(lambda: opened(tmp_path, records, template, **options), *expected)
 
 
 def test_thoughts_are_trained_with_the_answer_that_a_template_writes_them_into(tmp_path):
     begin = f"<|im_start|>user\nHi{END}\n<|im_start|>assistant\n"
-    data = _open(tmp_path, [THOUGHTS, REASONED], QWEN3)
+    data = opened(tmp_path, [THOUGHTS, REASONED], QWEN3)
     shown = f"{begin}[[<think>\nhm\n</think>\n\nYo{END}]]\n"
     assert (_shown(data, 0), _shown(data, 1)) == (shown, shown)
     # Those of an earlier answer are history, and written as for the model.
     earlier = {"messages": [*THOUGHTS["messages"], *REASONED["messages"]]}
-    data = _open(tmp_path, [earlier], QWEN3, answers="last")
+    data = opened(tmp_path, [earlier], QWEN3, answers="last")
     assert _shown(data) == f"{begin}Yo{END}\n{shown}"
 
 
@@ -110,18 +103,18 @@ def test_thoughts_under_several_names_are_one_text(tmp_path):
     def record(**thoughts):
         return {"messages": [PLAIN["messages"][0], {**PLAIN["messages"][1], **thoughts}]}
 
-    expected = _shown(_open(tmp_path, [REASONED], QWEN3))
+    expected = _shown(opened(tmp_path, [REASONED], QWEN3))
     by_thinking = QWEN3.replace("m.reasoning_content", "m.thinking")
     for template in (QWEN3, by_thinking):
         for thoughts in ({"reasoning": "hm"}, {"thinking": "hm"}, {"thinking": "", "reasoning_content": "hm"}):
-            assert _shown(_open(tmp_path, [record(**thoughts)], template)) == expected
+            assert _shown(opened(tmp_path, [record(**thoughts)], template)) == expected
     for wrong in ({"reasoning_content": "hm", "thinking": "ah"}, {"thinking": ["hm"]}):
         with refusing("line 1", "message 2"):
-            _open(tmp_path, [record(**wrong)], QWEN3)
+            opened(tmp_path, [record(**wrong)], QWEN3)
 
 
 def test_tools_and_calls_reach_the_template(tmp_path):
-    data = _open(tmp_path, [CALLED, {**CALLED, "tools": json.dumps(TOOLS)}], LLAMA3_TOOLS)
+    data = opened(tmp_path, [CALLED, {**CALLED, "tools": json.dumps(TOOLS)}], LLAMA3_TOOLS)
     assert _shown(data, 0) == _shown(data, 1)
     call = '{"name": "f", "parameters": {"city": "Zürich", "days": 3}}'
     head = "<|start_header_id|>{}<|end_header_id|>\n\n"
@@ -135,31 +128,31 @@ def test_tools_and_calls_reach_the_template(tmp_path):
 def test_of_several_named_templates_that_for_tools_is_taken_with_tools(tmp_path):
     named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOL_USE}]
     records = [PLAIN, {**PLAIN, "tools": TOOLS}]
-    data = _open(tmp_path, records, named)
+    data = opened(tmp_path, records, named)
     assert "tools:" not in _shown(data, 0) and "tools: f" in _shown(data, 1)
-    assert "tools:" in _shown(_open(tmp_path, [PLAIN], named, chat_template="tool_use"))
+    assert "tools:" in _shown(opened(tmp_path, [PLAIN], named, chat_template="tool_use"))
     other = [{"name": "rag", "template": CHATML}, named[1]]
-    refuses(lambda: _open(tmp_path, [PLAIN], other), "line 1", "rag, tool_use", "--chat-template")
+    refuses(lambda: opened(tmp_path, [PLAIN], other), "line 1", "rag, tool_use", "--chat-template")
     # As files, which go before the configuration.
     directory = tmp_path / "tokenizer" / "additional_chat_templates"
     directory.mkdir()
     (directory / "tool_use.jinja").write_text(TOOL_USE)
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(CHATML)
-    files = _open(tmp_path, records, None)
+    files = opened(tmp_path, records, None)
     assert [_shown(files, i) for i in (0, 1)] == [_shown(data, i) for i in (0, 1)]
 
 
 def test_fields_that_nothing_is_made_of_are_said(tmp_path):
     record = chat("Hi", "Yo") | {"source": "web", "tools": None}
     record["messages"][0]["stamp"] = 7
-    data = _open(tmp_path, [PLAIN, record])
+    data = opened(tmp_path, [PLAIN, record])
     assert "source, stamp of messages" in data.found
     # Of Alpaca's own file, what was trained before its form was known.
-    data = _open(tmp_path, [{"instruction": "Hi", "input": "", "output": "Yo", "text": "Hi Yo"}])
+    data = opened(tmp_path, [{"instruction": "Hi", "input": "", "output": "Yo", "text": "Hi Yo"}])
     assert "form alpaca" in data.found and "--text-field text" in data.found
-    data = _open(tmp_path, [{"instruction": "Hi", "output": "Yo", "text": "Hi Yo"}], text_field="text")
+    data = opened(tmp_path, [{"instruction": "Hi", "output": "Yo", "text": "Hi Yo"}], text_field="text")
     assert data.form == "text"
-    data = _open(tmp_path, [{"conversations": None, "text": "Hi Yo"}])
+    data = opened(tmp_path, [{"conversations": None, "text": "Hi Yo"}])
     assert data.form == "text"
 
 
@@ -194,7 +187,7 @@ FIRST = chat("Hi", "Yo", "So?", roles="aua")
     ],
 )
 def test_a_message_recommends_what_helps(tmp_path, record, template, options, expected, rest):
-    message = str(refuses(lambda: _open(tmp_path, [record], template, **options), *expected))
+    message = str(refuses(lambda: opened(tmp_path, [record], template, **options), *expected))
     assert rest not in message
     untrained = {"messages": [{**record["messages"][0], "weight": 0}, *record["messages"][1:]]}
     for says, helps in (
@@ -203,14 +196,14 @@ def test_a_message_recommends_what_helps(tmp_path, record, template, options, ex
         ('"weight": 0', {"records": [untrained]}),
     ):
         if says in message:
-            _open(tmp_path, helps.pop("records", [record]), template, **options, **helps)
+            opened(tmp_path, helps.pop("records", [record]), template, **options, **helps)
 
 
 def test_a_field_that_is_null_is_not_there(tmp_path):
     record = chat("Hi", "Yo")
     for message in record["messages"]:
         message.update(weight=None, tool_calls=None, reasoning_content=None, name=None)
-    assert _shown(_open(tmp_path, [record], LLAMA3_TOOLS)) == _shown(_open(tmp_path, [PLAIN], LLAMA3_TOOLS))
+    assert _shown(opened(tmp_path, [record], LLAMA3_TOOLS)) == _shown(opened(tmp_path, [PLAIN], LLAMA3_TOOLS))
 
 
 def test_pairs_with_messages_next_to_them_are_told_what_to_take_out(tmp_path):
@@ -253,7 +246,7 @@ ALPACA = {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be br
     ],
 )
 def test_records_of_others_are_conversations(tmp_path, record, same):
-    assert _shown(_open(tmp_path, [record], LLAMA3_TOOLS)) == _shown(_open(tmp_path, [same], LLAMA3_TOOLS))
+    assert _shown(opened(tmp_path, [record], LLAMA3_TOOLS)) == _shown(opened(tmp_path, [same], LLAMA3_TOOLS))
 
 
 @pytest.mark.parametrize(
@@ -267,7 +260,7 @@ def test_records_of_others_are_conversations(tmp_path, record, same):
     ],
 )
 def test_records_of_others_that_are_not_understood_are_refused(tmp_path, record, expected):
-    refuses(lambda: _open(tmp_path, [record]), *expected)
+    refuses(lambda: opened(tmp_path, [record]), *expected)
 
 
 # Arguments are joined to text, as in DeepSeek's templates.
@@ -279,7 +272,7 @@ def test_arguments_are_objects_or_text_as_the_template_takes_them(tmp_path):
         function = {"name": "f"} if arguments is None else {"name": "f", "arguments": arguments}
         record = json.loads(json.dumps(CALLED))
         record["messages"][1]["tool_calls"][0]["function"] = function
-        return _shown(_open(tmp_path, [record], template))
+        return _shown(opened(tmp_path, [record], template))
 
     given = FUNCTION["arguments"]
     expected = shown(LLAMA3_TOOLS, given)
@@ -297,9 +290,9 @@ def test_a_message_with_train_false_is_not_trained(tmp_path):
     for message, train in zip(record["messages"], (False, False, None, True)):
         message["train"] = train
     for template in (CHATML, MARKED):
-        shown = _shown(_open(tmp_path, [record], template))
+        shown = _shown(opened(tmp_path, [record], template))
         assert f"\nNo{END}" in shown and f"[[Yo{END}]]" in shown and shown.count("[[") == 1
     for message, train, fact in ((0, True, "message 1 has train true"), (1, "no", "message 2 has train 'no'")):
         wrong = json.loads(json.dumps(record))
         wrong["messages"][message]["train"] = train
-        refuses(lambda wrong=wrong: _open(tmp_path, [wrong]), "line 1", fact)
+        refuses(lambda wrong=wrong: opened(tmp_path, [wrong]), "line 1", fact)
