@@ -152,8 +152,8 @@ def test_a_step_that_was_taken_twice_is_not_put_together_of_both(tmp_path, proce
 
 def test_replicas_of_equal_bits_pass_and_one_changed_bit_is_named():
     state = saved_state("ddp4")
-    assert compare_replicas(state) > 8
-    assert compare_replicas(saved_state("full4")) < compare_replicas(state)
+    assert 8 < compare_replicas(state) > compare_replicas(saved_state("full4")) >= 1, "the counters"
+    assert all(compare_replicas(saved_state(name)) > 4 for name in ("hybrid2x2", "flatzero1bf16"))
     array = state.params["stack.kernel"]
     shards = [np.array(shard.data) for shard in array.addressable_shards]
     shards[3].reshape(-1).view(np.uint32)[17] ^= 1
@@ -163,9 +163,3 @@ def test_replicas_of_equal_bits_pass_and_one_changed_bit_is_named():
     broken = type(state)(**{**vars(state), "params": {**state.params, "stack.kernel": changed}})
     with refusing("stack.kernel", "device 3", "process 0", "4"):
         compare_replicas(broken)
-
-
-def test_replicas_of_hybrid_groups_and_copies_in_low_precision_are_compared():
-    for name in ("hybrid2x2", "flatzero1bf16"):
-        assert compare_replicas(saved_state(name)) > 4
-    assert compare_replicas(saved_state("full4")) >= 1, "the counters"

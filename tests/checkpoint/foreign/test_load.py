@@ -13,14 +13,16 @@ import safetensors.numpy
 import torch
 
 import jfsdp
-from jfsdp.checkpoint.foreign import mapping, pretrained
-from jfsdp.checkpoint.foreign.mapping import bind
+from jfsdp.checkpoint.foreign import pretrained
+from jfsdp.checkpoint.foreign.export import write_safetensors
+from jfsdp.checkpoint.foreign.mapping import Exported
 from jfsdp.checkpoint.foreign.pretrained import load_pretrained
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import read_whole
 from jfsdp.modules.adapt import as_model
 from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.job import load_job
+from tests.checkpoint.arrays import Arrays
 from tests.options import config_of
 from tests.refusals import refusing, warning
 from tests.steps import fully_shard
@@ -51,16 +53,11 @@ def sharded(target, **more):
 @pytest.fixture(scope="module")
 def weights(tmp_path_factory):
     """A file of random weights under the names of Hugging Face, and what it holds under ours."""
-    leaves = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in as_model(job().model).params.items()}
-    rng, theirs = np.random.default_rng(0), {}
-    ours = {name: np.zeros(leaf.shape, np.float32) for name, leaf in leaves.items()}
-    for name, piece in bind(mapping.as_name_map(job().pretrained), leaves).items():
-        theirs[name] = rng.normal(size=piece.their_shape).astype(np.float32)
-        transposed = piece.their_shape != piece.shape or piece.dims.theirs != tuple((dim,) for dim in piece.dims.ours)
-        ours[piece.leaf][piece.at] = theirs[name].T if transposed else theirs[name]
-    path = tmp_path_factory.mktemp("weights") / "model.safetensors"
-    safetensors.numpy.save_file(theirs, path)
-    return path, ours
+    rng = np.random.default_rng(0)
+    ours = {name: rng.normal(size=x.shape).astype(np.float32) for name, x in as_model(job().model).params.items()}
+    directory = tmp_path_factory.mktemp("weights") / "hf"
+    write_safetensors(Exported(Arrays(ours), job().pretrained), directory)
+    return directory / "model.safetensors", ours
 
 
 def load(path, target, **more):
