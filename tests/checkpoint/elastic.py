@@ -38,12 +38,7 @@ STRATEGIES = {
     "ddp": {},
 }
 FORMS = {"auto": {}, "manual": {"program": "manual"}, "flat": {"program": "manual", "storage": "flat"}}
-COLUMNS = {
-    "mesh": list(MESHES),
-    "strategy": list(STRATEGIES),
-    "form": list(FORMS),
-    "layers": ["stacked", "listed"],
-}
+COLUMNS = {"mesh": list(MESHES), "strategy": list(STRATEGIES), "form": list(FORMS), "layers": ["stacked", "listed"]}
 
 
 class Block(nnx.Module):

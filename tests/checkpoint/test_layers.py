@@ -19,10 +19,7 @@ from tests.states import logical
 from tests.steps import fully_shard
 
 DIM, LAYERS = 12, 2
-OPTIMIZERS = {
-    "adam": optax.adam(1e-3),
-    "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9),
-}
+OPTIMIZERS = {"adam": optax.adam(1e-3), "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9)}
 STORAGES: dict[str, dict[str, Any]] = {"by leaf": {}, "flat": {"program": "manual", "storage": "flat"}}
 
 

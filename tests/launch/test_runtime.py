@@ -6,12 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jfsdp.launch.runtime import (
-    configure_xla,
-    enable_compilation_cache,
-    merge_flags,
-    without_plugin_chatter,
-)
+from jfsdp.launch.runtime import configure_xla, enable_compilation_cache, merge_flags, without_plugin_chatter
 from jfsdp.trainer.run.stop import StopSignal
 from tests.refusals import check_facts, refuses
 

@@ -61,10 +61,7 @@ def test_padding_stands_in_a_dim_that_is_not_cut():
 
 
 def test_dims_of_a_selector_are_counted_without_layer_dims():
-    units = {
-        "": UnitInfo("", "Net", 0, ()),
-        "layers": UnitInfo("layers", "Layer", 1, ("layers.up", "layers.scale")),
-    }
+    units = {"": UnitInfo("", "Net", 0, ()), "layers": UnitInfo("layers", "Layer", 1, ("layers.up", "layers.scale"))}
     layout = table({"layers.up": (3, 8, 16), "layers.scale": (3, 16)}, units=units, cuts={"layers.*": (-1, "tensor")})
     assert [leaf.spec("use") for leaf in layout.leaves] == [P(None, None, "tensor"), P(None, "tensor")]
     assert layout.by_path["layers.up"].spec("param", sliced=1) == P("fsdp", "tensor")

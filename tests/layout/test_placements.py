@@ -18,13 +18,7 @@ from tests.refusals import check_facts, refuses, refusing
 from tests.ways import WAYS
 
 W, F, R, A, S = (), ("fsdp",), ("replica",), ("replica", "fsdp"), ("fsdp", "replica")
-LEAVES = {
-    "block.w": (64, 64),
-    "block.scale": (64,),
-    "block.bias": (2048,),
-    "table": (640, 64),
-    "head": (64, 128),
-}
+LEAVES = {"block.w": (64, 64), "block.scale": (64,), "block.bias": (2048,), "table": (640, 64), "head": (64, 128)}
 
 
 class Weight: ...

@@ -9,13 +9,7 @@ import optax
 import pytest
 
 from jfsdp.modules.adapt import as_model
-from jfsdp_models import (  # pyright: ignore[reportMissingImports] (installed as an import hook)
-    gpt2,
-    llama,
-    optimizers,
-    vit,
-    vit_config,
-)
+from jfsdp_models import gpt2, llama, optimizers, vit, vit_config  # pyright: ignore[reportMissingImports]
 from tests.refusals import refuses
 from tests.sharding import fully_shard
 

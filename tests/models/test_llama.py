@@ -11,12 +11,7 @@ import pytest
 from flax import nnx
 
 from jfsdp.engine.dataflow import all_eqns
-from jfsdp_models import (  # pyright: ignore[reportMissingImports] (installed as an import hook)
-    attention,
-    llama,
-    llama_config,
-    losses,
-)
+from jfsdp_models import attention, llama, llama_config, losses  # pyright: ignore[reportMissingImports]
 from tests.refusals import refuses
 from tests.thin import thin
 

@@ -51,11 +51,7 @@ def test_the_dim_is_split_and_others_are_left_to_the_compiler():
 
 
 def test_a_dim_that_does_not_divide_is_refused_with_a_remedy():
-    abstract = mesh(2).abstract_mesh
-    with (
-        jax.sharding.use_abstract_mesh(abstract),
-        refusing("dim 1", "size 3", "'tensor'"),
-    ):
+    with jax.sharding.use_abstract_mesh(mesh(2).abstract_mesh), refusing("dim 1", "size 3", "'tensor'"):
         over_tensor(HEADS, 1)
 
 

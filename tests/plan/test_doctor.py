@@ -43,11 +43,7 @@ GPUS = Machine(
     probe=Probe("gpu", ("NVIDIA H100 80GB HBM3",) * 8, 60 * 2**30),
 )
 LAPTOP = dataclasses.replace(
-    GPUS,
-    num_gpus=0,
-    has_infiniband=False,
-    env={"JAX_PLATFORMS": "cpu"},
-    probe=Probe("cpu", ("cpu",)),
+    GPUS, num_gpus=0, has_infiniband=False, env={"JAX_PLATFORMS": "cpu"}, probe=Probe("cpu", ("cpu",))
 )
 
 

@@ -27,12 +27,7 @@ from tests.refusals import check_facts, refuses
 NODE, TWO_NODES = Cluster(find_gpu("h100")), Cluster(find_gpu("h100"), 2)
 TINY = made(StepOptions, model="llama-tiny", seq_len=64)
 SMALL = SearchSpace(
-    ("full_shard", "replicas"),
-    ("full", "none", "dots"),
-    None,
-    ((((("a", 1),), (("b", 2),)),)),
-    2,
-    tensor_sizes=(),
+    ("full_shard", "replicas"), ("full", "none", "dots"), None, ((((("a", 1),), (("b", 2),)),)), 2, tensor_sizes=()
 )
 ONE = SearchSpace(("full_shard",), (), (), (), programs=(), tensor_sizes=())
 REMATS = {"full": (1.3, 1), "dots": (1.1, 4), "none": (1.0, 12)}  # seconds and GiB of a row

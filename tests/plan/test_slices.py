@@ -21,10 +21,7 @@ BYTES = 4 * ROWS * DIM  # of a layer's input
 def offloading():
     """The gradient of a loop of layers whose inputs are offloaded, compiled for a GPU."""
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[],
-        names_which_can_be_offloaded=["x"],
-        offload_src="device",
-        offload_dst="pinned_host",
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["x"], offload_src="device", offload_dst="pinned_host"
     )
 
     def layer(x, w):

@@ -10,12 +10,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jfsdp.launch.hosts import hosts
 from jfsdp.plan.cluster.hardware import GPUS, Cluster, find_gpu
-from jfsdp.plan.cluster.target import (
-    PlanUnavailable,
-    render_target_config,
-    require_gpu_compiler,
-    topology_devices,
-)
+from jfsdp.plan.cluster.target import PlanUnavailable, render_target_config, require_gpu_compiler, topology_devices
 from tests import hlo
 from tests.refusals import check_facts, refusing
 from tests.thin import thin

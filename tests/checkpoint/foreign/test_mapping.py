@@ -80,10 +80,7 @@ def test_a_slice_of_the_layers_reads_those_layers_alone():
     assert source.reads == []
     imported.read("blocks.w", (slice(1, 2), slice(0, 4), slice(2, 3)))
     imported.read("blocks.heads", (slice(2, 3), slice(1, 2), slice(1, 3), slice(0, 2)))
-    assert source.reads == [
-        ("h.1.w.weight", (slice(2, 3), slice(0, 4))),
-        ("h.2.heads", (slice(5, 15), slice(1, 2))),
-    ]
+    assert source.reads == [("h.1.w.weight", (slice(2, 3), slice(0, 4))), ("h.2.heads", (slice(5, 15), slice(1, 2)))]
 
 
 def refuse(theirs, ours, *facts, **fields):

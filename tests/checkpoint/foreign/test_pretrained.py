@@ -20,12 +20,7 @@ from jfsdp.checkpoint.foreign.pretrained import config_json, pretrained_fields, 
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.cli import main
 from jfsdp.trainer.job import as_job
-from jfsdp_models import (  # pyright: ignore[reportMissingImports] (installed as an import hook)
-    gpt2,
-    gpt2_hf,
-    llama,
-    llama_hf,
-)
+from jfsdp_models import gpt2, gpt2_hf, llama, llama_hf  # pyright: ignore[reportMissingImports]
 from tests.checkpoint.arrays import arrays_of, assert_same_bits
 from tests.refusals import refuses, refusing
 
