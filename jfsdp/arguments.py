@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import math
@@ -9,7 +10,7 @@ import numbers
 import os
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
 # A number with its least value, and perhaps its greatest.
@@ -19,6 +20,13 @@ Seed = Annotated[int, 0, 2**31 - 1]
 Share = Annotated[float, 0, 1]
 Amount = Annotated[float, 0]
 PathLike = str | os.PathLike[str]
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return ` (did you mean 'full_shard'?)` with the closest of known names; empty where none is close."""
+    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
 
 Public = TypeVar("Public", bound=Callable[..., Any])
 

@@ -7,6 +7,8 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from jfsdp.trainer.run.display import format_facts
+
 BROKEN = 4  # the exit status of what is damaged, differs, or does not do what it says
 GIB = 1 << 30
 
@@ -38,15 +40,9 @@ def make_table(*columns: str, right: Collection[str] = ()) -> Any:
 
 
 def print_facts(console: Any, facts: Mapping[str, str]) -> None:
-    """Print a line for each fact, its name first; a long text continues below where it began."""
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in facts.items():
-        table.add_row(name, text)
-    console.print(table)
+    """Print a line for each fact, its name first."""
+    width = console.width if console.is_terminal else None
+    console.print(format_facts(facts, width), soft_wrap=True)
 
 
 def print_verdict(console: Any, is_good: bool, verdict: str, rest: str) -> None:

@@ -40,10 +40,14 @@ class Watch:
     Args:
       limit_s: seconds that a step, a batch or a part of an evaluation may take; 0: any number.
       place: what `jfsdp.launch.initialize` returned; None: there are no other processes.
+
+    Attributes:
+      show: called every second with what is under way, and for how many seconds it has been.
     """
 
     def __init__(self, limit_s: float, place: Place | None = None):
         self.limit_s = limit_s
+        self.show: Callable[[str, float], None] = lambda what, seconds: None
         self.store: Any = None
         self.process, self.count = 0, 1
         if place is not None:
@@ -84,6 +88,7 @@ class Watch:
     def _watch_self(self) -> None:
         while not self._done.wait(_PERIOD_S):
             for place in self._places[-1:]:
+                self.show(place.name, time.monotonic() - place.begin)
                 if place.progress and place.seen is None:
                     place.seen = place.ask()
                 if place.is_told or not place.is_over() or place.has_got_on():

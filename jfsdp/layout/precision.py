@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfsdp.arguments import checked
+from jfsdp.arguments import checked, did_you_mean
 from jfsdp.layout.loss_scale import LossScale
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
@@ -60,7 +60,9 @@ def float_dtype_name(field: str, dtype: object) -> str | None:
     except TypeError:
         name = str(dtype)
     if name not in FLOAT_DTYPES:
-        raise ValueError(f"{field} {dtype!r} is not one of {', '.join(FLOAT_DTYPES)}")
+        raise ValueError(
+            f"{field} {dtype!r} is not one of {', '.join(FLOAT_DTYPES)}{did_you_mean(dtype, FLOAT_DTYPES)}"
+        )
     return name
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jfsdp.arguments import ask
+from jfsdp.arguments import ask, did_you_mean
 from jfsdp.layout.units import describe, matches_glob
 
 Selector = str | type | Callable[[str, jax.ShapeDtypeStruct], bool]
@@ -58,4 +58,6 @@ def _chooses_nothing(what: str, selector: Any, leaves: Mapping[str, Any], types:
     shown = ", ".join(list(leaves)[:12]) + (f", ... ({len(leaves)} in all)" if len(leaves) > 12 else "")
     classes = ", ".join(sorted({cls.__name__ for cls in types.values()}))
     of_classes = f"; classes of variables: {classes or 'none, in flax.linen'}" if isinstance(selector, type) else ""
-    return f"{what} {describe(selector)} matches no parameter; parameters: {shown}{of_classes}"
+    globs = {part: f"**.{part}.**" for path in leaves for part in path.split(".")} | {"all-linear": "**.kernel"}
+    meant = did_you_mean(globs.get(str(selector), selector), globs.values())
+    return f"{what} {describe(selector)} matches no parameter{meant}; parameters: {shown}{of_classes}"

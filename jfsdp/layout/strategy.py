@@ -8,10 +8,10 @@ its backward is said by `reshard_after_forward` alone, for which a strategy has 
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
+from jfsdp.arguments import did_you_mean
 from jfsdp.layout.mesh import DATA_AXES, GROUP_AXES, num_data_shards
 
 
@@ -163,6 +163,7 @@ OTHER_NAMES: dict[str | int, OtherName] = {
     "_HYBRID_SHARD_ZERO2": OtherName("full_shard", True, False),
     # PyTorch FSDP2: fully_shard on a mesh of one axis or of two, replicate
     "fully_shard": OtherName("full_shard"),
+    "fsdp": OtherName("full_shard"),
     "hsdp": OtherName("full_shard", True),
     "replicate": OtherName("ddp"),
     # DeepSpeed: stages by number and name, ZeRO++ with a secondary partition
@@ -204,10 +205,9 @@ def get_strategy(
     if other is None:
         if not isinstance(strategy, str) or strategy not in STRATEGIES:
             names = [name for name in OTHER_NAMES if isinstance(name, str)]
-            close = difflib.get_close_matches(str(strategy), [*STRATEGIES, *names], n=1)
             raise (ValueError if is_number or isinstance(strategy, str) else TypeError)(
-                f"strategy {strategy!r} is unknown{f' (did you mean {close[0]!r}?)' if close else ''}; the strategies "
-                f"are {', '.join(STRATEGIES)}; names of other libraries are {', '.join(names)}, and the number of a "
+                f"strategy {strategy!r} is unknown{did_you_mean(strategy, [*STRATEGIES, *names])}; the strategies are "
+                f"{', '.join(STRATEGIES)}; names of other libraries are {', '.join(names)}, and the number of a "
                 "DeepSpeed stage, 0 to 3"
             )
         return _with_opt_over(STRATEGIES[strategy], strategy, opt_over)

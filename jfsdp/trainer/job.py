@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from importlib import metadata
 from typing import Any
 
-from jfsdp.arguments import Count, check_call, checked
+from jfsdp.arguments import Count, check_call, checked, did_you_mean
 from jfsdp.layout.cuts import AxisRules
 
 ENTRY_POINT_GROUP = "jfsdp.jobs"
@@ -197,7 +197,7 @@ def _load_entry(name: str) -> Any:
     points = [point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
     if not points:
         there = ", ".join(job_names()) or "none (install a package that offers some, or pass --factory)"
-        raise ValueError(f"model {name!r} is unknown; the models are {there}")
+        raise ValueError(f"model {name!r} is unknown{did_you_mean(name, job_names())}; the models are {there}")
     value = points[0].load()
     if isinstance(value, Mapping) and name in value:
         value = value[name]

@@ -28,6 +28,33 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "token_dtype": (None, '{"dtype": ..., "eod_id": ...} in FILE.bin.json'),
 }
 """Removed options of 0.2: the default, and what to write instead."""
+ELSEWHERE = {
+    "batch_size": "--batch-per-device",
+    "bf16": "--param-dtype bfloat16",
+    "config": "--recipe FILE.toml",
+    "deepspeed": "--strategy 0..3",
+    "epochs": "--steps (an epoch is the rows of the data over the rows of a step)",
+    "eval_steps": "--eval-every",
+    "fp16": "--param-dtype float16",
+    "fsdp": "--strategy full_shard",
+    "gpus": "--mesh in runs, --nodes and --gpus-per-node in plans",
+    "gradient_accumulation_steps": "--accumulate",
+    "gradient_checkpointing": "--remat full",
+    "logging_steps": "--log-every",
+    "lr": "--learning-rate",
+    "max_length": "--seq-len",
+    "max_seq_length": "--seq-len",
+    "max_steps": "--steps",
+    "model_name_or_path": "--init-from",
+    "num_train_epochs": "--steps (an epoch is the rows of the data over the rows of a step)",
+    "output_dir": "--run-dir",
+    "per_device_train_batch_size": "--batch-per-device",
+    "resume_from_checkpoint": "--resume",
+    "save_steps": "--checkpoint-every",
+    "tensor_parallel_size": "--mesh fsdp=-1,tensor=N",
+    "warmup_steps": "--warmup",
+}
+"""Options of the scripts of Transformers, Accelerate, MaxText and torchtitan, and what is theirs here."""
 
 
 def check_known(args: Sequence[str], kind: type) -> None:
@@ -44,9 +71,9 @@ def check_known(args: Sequence[str], kind: type) -> None:
     for arg in args:
         name = arg.partition("=")[0].replace("_", "-")
         if arg.startswith("--") and name not in known and not arg.startswith("--tyro-"):
-            close = ", ".join(_close_options(name, names))
-            removed = REMOVED.get(name[2:].removeprefix("no-").replace("-", "_"), ("", ""))[1]
-            remedy = f"use {removed}" if removed else f"there is {close}" if close else "--help lists them"
+            close, field = ", ".join(_close_options(name, names)), name[2:].removeprefix("no-").replace("-", "_")
+            instead = ELSEWHERE.get(field) or REMOVED.get(field, ("", ""))[1]
+            remedy = f"use {instead}" if instead else f"there is {close}" if close else "--help lists them"
             raise ValueError(f"{arg.partition('=')[0]}: there is no such option; {remedy}")
 
 

@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jfsdp.arguments import did_you_mean
 from jfsdp.trainer.option_errors import REMOVED
 from jfsdp.trainer.parse import read_fields
 
@@ -35,7 +36,8 @@ def read_recipe(name: str) -> dict[str, Any]:
     points = [point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
     if not points:
         raise ValueError(
-            f"recipe {name!r} is unknown; the recipes are {', '.join([NO_RECIPE, *recipe_names()])}, or a file *.json"
+            f"recipe {name!r} is unknown{did_you_mean(name, recipe_names())}; the recipes are "
+            f"{', '.join([NO_RECIPE, *recipe_names()])}, or a file *.json"
         )
     return {**points[0].load()[name], "recipe": name}
 

@@ -219,3 +219,18 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(command):
         done.stdout.close()
         err = done.stderr.read().decode()
     assert (done.returncode, "Traceback" in err, "Broken pipe" in err) == (-signal.SIGPIPE, False, False), err
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        (("--model", "llama-tny"), "llama-tiny"),
+        ((*TINY[1:], "--param-dtype", "bf16"), "bfloat16"),
+        ((*TINY[1:], "--strategy", "full_shards"), "full_shard"),
+        ((*TINY[1:], "--lora", "targets=q_proj"), "**.q_proj.**"),
+        ((*TINY[1:], "--lora", "targets=all-linear"), "**.kernel"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_told_the_right_one(options, meant, capsys):
+    assert main(["explain", *options]) == 2
+    assert f"did you mean '{meant}'?" in capsys.readouterr().err

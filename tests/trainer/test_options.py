@@ -14,7 +14,8 @@ import jfsdp
 from jfsdp.train.update.ema import TrackEmaState
 from jfsdp.train.update.low_precision import LowPrecisionState
 from jfsdp.trainer import options
-from jfsdp.trainer.option_errors import check_known
+from jfsdp.trainer.help_groups import read_command
+from jfsdp.trainer.option_errors import ELSEWHERE, check_known
 from jfsdp.trainer.options import ShardingOptions
 from jfsdp.trainer.parse import write
 from jfsdp.trainer.recipes import load_recipe, option_value
@@ -168,12 +169,21 @@ def test_an_unknown_option_is_refused_with_close_ones():
     for args, facts in (
         (["--lr", "3"], ["--lr:", "--learning-rate"]),
         (["--batchsize=4"], ["--batchsize:", "--batch-per-device"]),
-        (["--epochs", "3"], ["--epochs:", "--help"]),
+        (["--epochs", "3"], ["--epochs:", "--steps"]),
+        (["--nonsense", "3"], ["--nonsense:", "--help"]),
         (["--eod-id", "3"], ["--eod-id:", "FILE.bin.json"]),
         (["--no-deterministic"], ["--no-deterministic:", "XLA_FLAGS=--xla_gpu_deterministic_ops=true"]),
     ):
         refuses(lambda args=args: check_known(args, TrainConfig), *facts)
     check_known(["--no-check-loss", "--run_dir", "x", "--seed=1", "--help", "-h", "word"], TrainConfig)
+
+
+def test_what_stands_for_options_of_other_programs_are_options():
+    for instead in ELSEWHERE.values():
+        name, *value = instead.split()[:2]
+        check_known([name], TrainConfig)
+        if value and value[0].isidentifier():
+            read_command(TrainConfig, [name, *value], default=TrainConfig(), prog="train.py", description="")
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from jfsdp.arguments import Amount, Count, Share, Size, checked
+from jfsdp.arguments import Amount, Count, Share, Size, checked, did_you_mean
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _Rate = Annotated[float, 1]
@@ -104,9 +103,10 @@ def _find(name: str, known: Mapping[str, Gpu]) -> Gpu:
     key = str(name).strip().lower().replace("_", "-").replace(" ", "-")
     if key in by_name:
         return by_name[key]
-    close = [by_name[match].name for match in difflib.get_close_matches(key, by_name, n=3, cutoff=0.5)]
-    listed = dict.fromkeys([*close, *known])
-    raise ValueError(f"no GPU is called {name!r}; there are {', '.join(listed)}; a file FILE.toml may describe another")
+    raise ValueError(
+        f"no GPU is called {name!r}{did_you_mean(key, by_name)}; there are {', '.join(known)}; a file FILE.toml may "
+        "describe another"
+    )
 
 
 GPUS = _read_table()

@@ -1,23 +1,83 @@
-"""Records of a run as text, and texts made safe for a terminal."""
+"""What a run prints: facts, lines, and on a terminal one live line below them; texts made safe for a terminal."""
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
+import threading
 from collections.abc import Mapping
 from typing import Any
 
+_FIRST_S, _TOLD_S = 2, 30  # seconds of a wait before a terminal shows it, and before a log does
+
+
+class Display:
+    """Prints lines, and on a terminal one live line below them. Threads may share it.
+
+    Args:
+      is_writer: whether this process prints at all.
+    """
+
+    def __init__(self, is_writer: bool) -> None:
+        self.is_writer, self.is_live = is_writer, is_writer and sys.stdout.isatty()
+        self._lock, self._told_s = threading.Lock(), _TOLD_S
+
+    def say(self, text: str) -> None:
+        """Print a line for good."""
+        with self._lock:
+            if self.is_writer:
+                print("\r\x1b[2K" * self.is_live + text, flush=True)
+
+    def show(self, text: str) -> None:
+        """Replace the live line; without a terminal do nothing."""
+        with self._lock:
+            if self.is_live:
+                print(f"\r\x1b[2K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+
+    def wait(self, what: str, seconds: float) -> None:
+        """Show what is under way since so many seconds; a log has a line after 30 s, and each time that doubles."""
+        if seconds < _FIRST_S:
+            self._told_s = _TOLD_S
+        elif self.is_live:
+            self.show(f"{what}: {seconds:.0f} s")
+        elif seconds >= self._told_s:
+            self._told_s *= 2
+            self.say(f"{what}: {seconds:.0f} s so far")
+
+
+def format_facts(facts: Mapping[str, str], width: int | None) -> str:
+    """Write a line for each fact, its name first; a text longer than `width` continues below where it began."""
+    indent = max(map(len, facts)) + 2
+    names = {name: f"{name:{indent}}" for name in facts}
+    if width is None:
+        return "\n".join(names[name] + text for name, text in facts.items())
+    wrap = textwrap.TextWrapper(width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return "\n".join(wrap.fill(names[name] + text) for name, text in facts.items())
+
+
+def terminal_width() -> int | None:
+    """Return the columns of the terminal; None where standard output is none, and lines may be long."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def time_left(seconds: float) -> str:
+    """Write seconds as `1 h 5 min`, `3 min` or `40 s`."""
+    hours, minutes = int(seconds // 3600), int(seconds % 3600 // 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min" if minutes else f"{seconds:.0f} s"
+
 
 def describe(record: Mapping[str, Any]) -> str:
-    """Say a record in one line: `loss 2.3126  lr 0.0003  12,345 tokens/s  MFU 41.2 %  3.1 GiB`.
+    """Say a record in one line: `loss 2.3126  lr 0.0003  12,345 tokens/s  MFU 41.2%  3.1 GiB`.
 
-    A dash stands for what is not known.
+    A dash stands for an unknown rate; an unknown MFU is left out.
     """
     (name,) = (name for name in record if name.endswith("s_per_s"))
     rate, mfu, items = record[name], record["mfu"], name.removesuffix("_per_s")
-    held_out = "" if record["eval_loss"] is None else f"held-out loss {record['eval_loss']:.4f}{accuracy(record)}  "
     return (
-        f"loss {record['loss']:.4f}  {held_out}lr {record['learning_rate']:.3g}  "
+        f"loss {record['loss']:.4f}  lr {record['learning_rate']:.3g}  "
         f"{'-' if rate is None else format(rate, ',.0f')} {items}/s  "
-        f"MFU {'-' if mfu is None else format(100 * mfu, '.1f') + ' %'}  {record['memory_bytes'] / 2**30:.2f} GiB"
+        f"{'' if mfu is None else f'MFU {mfu:.1%}  '}{record['memory_bytes'] / 2**30:.2f} GiB"
     )
 
 

@@ -21,7 +21,7 @@ from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.step import Metrics, TrainStep
 from jfsdp.trainer.options import as_options
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.display import describe
+from jfsdp.trainer.run.display import Display, accuracy, describe, format_facts, terminal_width, time_left
 from jfsdp.trainer.run.evaluate import Evaluation
 from jfsdp.trainer.run.goodput import Goodput, Pace
 from jfsdp.trainer.run.metrics import Record, Throughput, closing, memory_bytes
@@ -45,7 +45,7 @@ class Loop:
       get_extra: what goes beside the state; called just after the batch of the step to be saved was used.
       described: the configuration of the run, which goes beside the state too, to be read.
       stop: asked after every step.
-      say: prints a line for good, in the process that writes.
+      display: where lines go, and the live line of a terminal.
       writers: where records go.
       run_dir: where traces go.
       watch: told what is under way, and how long it may take.
@@ -62,7 +62,7 @@ class Loop:
     snapshots: Snapshots
     get_extra: Callable[[], dict[str, Any]]
     stop: StopSignal
-    say: Callable[[str], None]
+    display: Display
     writers: Sequence[Any]
     run_dir: Path
     watch: Watch
@@ -100,14 +100,17 @@ class Loop:
                 if all(loss.is_ready() for loss in in_flight):  # the devices had nothing left to do
                     self.goodput.move(data_s, "data")
                 is_first = step == first + 1
-                with self.watch.at(f"step {step}", PATIENT if is_first else 1):
+                with self.watch.at(
+                    f"compiling, and step {step}" if is_first else f"step {step}", PATIENT if is_first else 1
+                ):
                     self.goodput.to("compile" if is_first else "train")
                     state, metrics = self._take_step(state, batch, is_first)
                     self.goodput.to("train")
                     host_s = time.perf_counter() - begin
                     in_flight.append(metrics["loss"])
                     while len(in_flight) >= max_in_flight:
-                        in_flight.pop(0).block_until_ready()
+                        loss = in_flight.pop(0).block_until_ready()
+                        self._show(step - len(in_flight), loss)
                     if not is_first:
                         self.pace.add(data_s, host_s)
                     if self.config.profile and step >= self.config.profile[1]:
@@ -125,13 +128,14 @@ class Loop:
         begin = time.perf_counter()
         batch = self.step.shard_batch(batch)
         spec = self.step.resolve(batch)
-        self.say(f"program {spec.program}: {as_options(spec.reason)}")
+        facts = {"program": f"{spec.program} ({as_options(spec.reason)})"}
+        self.display.say(format_facts(facts, terminal_width()))
         if jax.process_count() > 1:
             check_alike({"the program of a step": self.step.fingerprint(state, batch)})
         state, metrics = self.step(state, batch)
         metrics["loss"].block_until_ready()
         self.first_step_s = time.perf_counter() - begin
-        self.say(f"first step: {self.first_step_s:.1f} s, compiling included")
+        self.display.say(f"first step: {self.first_step_s:.1f} s, compiling included")
         self.throughput.restart()
         return state, metrics
 
@@ -147,7 +151,7 @@ class Loop:
             if jax.process_count() == 1 and self.last_saved != step and before:
                 self._check_finite(before, step)
                 self._save(state, step)
-                self.say(f"the data cannot be read on; step {step} is saved")
+                self.display.say(f"the data cannot be read on; step {step} is saved")
             raise
 
     def _after_step(self, state: TrainState, metrics: Metrics, step: int, is_last: bool, is_save: bool) -> None:
@@ -221,9 +225,19 @@ class Loop:
             self.last_record = record
             for writer in self.writers:
                 writer.write(record)
-            width = len(str(self.config.steps))
-            self.say(f"step {step:>{width}}/{self.config.steps}  {describe(record)}")
+            head = f"step {step:>{len(str(self.config.steps))}}/{self.config.steps}  "
+            self.display.say(f"{head}{describe(record)}")
+            if record["eval_loss"] is not None:
+                self.display.say(f"{head}held-out loss {record['eval_loss']:.4f}{accuracy(record)}")
         self.goodput.write()
+
+    def _show(self, step: int, loss: Any) -> None:
+        """Show on a terminal how far the run is: a step that has ended, and its loss."""
+        steps, step_s = self.config.steps, self.throughput.step_s
+        if self.display.is_live and step_s is not None:
+            rate = f"{self.throughput.items_per_step / step_s:,.0f} {self.throughput.item}s/s"
+            left = f"{time_left((steps - step) * step_s)} left"
+            self.display.show(f"step {step}/{steps}  {step / steps:.0%}  loss {float(loss):.4f}  {rate}  {left}")
 
     def _start_trace(self, step: int, first: int) -> None:
         if self.config.profile and step == max(self.config.profile[0], first + 1) <= self.config.profile[1]:
@@ -237,7 +251,7 @@ class Loop:
             metrics["loss"].block_until_ready()
         jax.profiler.stop_trace()
         self._is_tracing = False
-        self.say(f"trace: {self.run_dir / 'profile'} (open it in XProf or Perfetto)")
+        self.display.say(f"trace: {self.run_dir / 'profile'} (open it in XProf or Perfetto)")
 
     _is_tracing: bool = dataclasses.field(default=False, init=False)
 

@@ -139,11 +139,17 @@ class Throughput:
         yield
         self._paused_s += time.perf_counter() - begin
 
+    @property
+    def step_s(self) -> float | None:
+        """Mean seconds of the steps since the last `take` or `restart`; None: there are none."""
+        passed = time.perf_counter() - self._start - self._paused_s
+        return passed / self._num_steps if self._num_steps else None
+
     def take(self) -> Record:
         """Return the rates since the last `take` or `restart`, and start anew."""
-        step_s = items_per_s = per_device = mfu = mfu_causal = None
-        if self._num_steps:
-            step_s = (time.perf_counter() - self._start - self._paused_s) / self._num_steps
+        step_s, items_per_s = self.step_s, None
+        per_device = mfu = mfu_causal = None
+        if step_s is not None:
             items_per_s = self.items_per_step / step_s
             per_device = items_per_s / self.num_devices
             if self._peak is not None and self.flops_per_item is not None:

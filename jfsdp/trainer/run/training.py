@@ -22,12 +22,13 @@ from jfsdp.launch.hosts import check_alike, gather_json, wait_for_all
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.layout.layout import num_parameters
 from jfsdp.layout.lint import advise
+from jfsdp.layout.report import describe_mesh
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run import resume_rules
 from jfsdp.trainer.run.build import Parts
-from jfsdp.trainer.run.display import accuracy, harmless
+from jfsdp.trainer.run.display import Display, accuracy, format_facts, harmless, terminal_width
 from jfsdp.trainer.run.evaluate import Evaluation, make_evaluator
 from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop
@@ -62,14 +63,11 @@ class Run:
         self.snapshot: int | None = None
         self.train_s = 0.0 if "begun" in stored else None
         self.is_writer = jax.process_index() == 0
+        self.display = Display(self.is_writer)
+        self.say, watch.show = self.display.say, self.display.wait
         self.loop: Loop | None = None
         self.changes: list[dict[str, Any]] = []
         self.source: Source
-
-    def say(self, text: str) -> None:
-        """Print a line, in the process that writes."""
-        if self.is_writer:
-            print(text, flush=True)
 
     def run(self) -> None:
         """Train, and leave the results.
@@ -125,30 +123,26 @@ class Run:
         return first
 
     def _greet(self) -> None:
-        layout, source, config = self.parts.model.layout, self.source, self.config
-        mesh = {axis: size for axis, size in layout.mesh_sizes if size > 1} or {"fsdp": 1}
-        say = self.say
-        say(f"run directory: {self.run_dir}")
-        say(f"data {source.describe(self.theirs)}")
+        layout, source, config, parts = self.parts.model.layout, self.source, self.config, self.parts
         sizes = f" with the sizes of {config.init_from}" if config.init_from and self.theirs else ""
         count = num_parameters(layout.leaves)
         num_trained = num_parameters([leaf for leaf in layout.leaves if leaf.trainable])
-        trained = "" if num_trained == count else f" ({num_trained:,} trained)"
-        say(
-            f"model {self.parts.job.name}{sizes}: {count:,} parameters{trained}, "
-            f"{layout.strategy.name} on "
-            f"{','.join(f'{axis}={size}' for axis, size in mesh.items())} ({jax.devices()[0].device_kind}), "
-            f"{source.describe_batch(self.parts.global_batch)} per step"
-        )
-        if config.global_batch is not None:
-            say(f"global batch: {config.batch_per_device} rows per device in {config.accumulate} microbatches")
+        trained = "" if num_trained == count else f", {num_trained:,} trained"
+        accumulated = f" in {config.accumulate} microbatches" if config.accumulate > 1 else ""
         crossed = {"cross_documents": config.cross_documents}
-        if attention := describe_attention(self.parts.job, self.parts.model, self.parts.row_items, **crossed):
-            say(f"attention: {attention}")
+        facts = {
+            "run": str(self.run_dir),
+            "data": source.describe(self.theirs),
+            "model": f"{parts.job.name}{sizes}: {count:,} parameters{trained}",
+            "sharding": f"{describe_mesh(layout)}, {parts.step.mesh.size} x {jax.devices()[0].device_kind}",
+            "batch": f"{source.describe_batch(parts.global_batch)} per step{accumulated}",
+            "attention": describe_attention(parts.job, parts.model, parts.row_items, **crossed),
+        }
+        self.say(format_facts({name: text for name, text in facts.items() if text}, terminal_width()))
         for warning in advise(layout):
-            say(f"note: {warning}")
-        if config.steps > (decay_steps := self.parts.decides["decay_steps"]):
-            say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")
+            self.say(f"note: {warning}")
+        if config.steps > (decay_steps := parts.decides["decay_steps"]):
+            self.say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")
 
     def _train(self, decides: dict[str, Any]) -> None:
         parts, config = self.parts, self.config
@@ -186,7 +180,7 @@ class Run:
             with finishing, loop.goodput.spent_on("save"):
                 checkpoints.close()
             self.snapshots.clear()
-            with self.watch.at("the end: sample and summary", PATIENT):
+            with self.watch.at("the sample and the summary", PATIENT):
                 self._finish(loop, state, steps)
 
     def _share(self, accumulate: int) -> dict[str, int]:
@@ -297,7 +291,7 @@ class Run:
             snapshots=self.snapshots,
             get_extra=lambda: {"data": iterator.get_state()},
             stop=stop,
-            say=self.say,
+            display=self.display,
             writers=writers,
             run_dir=self.run_dir,
             watch=self.watch,

@@ -9,6 +9,7 @@ import pytest
 from jfsdp.engine.spec import StepSpec
 from jfsdp.launch.watch import Watch
 from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.run.display import Display
 from jfsdp.trainer.run.evaluate import Evaluation
 from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop
@@ -92,7 +93,7 @@ def run_loop(
         checkpoints=records,  # type: ignore[arg-type]
         get_extra=dict,
         stop=stop,
-        say=print,
+        display=Display(is_writer=True),
         writers=[records],
         run_dir=run_dir,  # type: ignore[arg-type]
         watch=Watch(0),
