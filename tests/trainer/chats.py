@@ -5,8 +5,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from jfsdp.trainer.data.documents import INPUT, TARGET, TRAINED
 from jfsdp.trainer.data.tokens import DataConfig, open_data
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -126,6 +128,19 @@ def opened(directory: Path, records: Any, template: Any = CHATML, *, merges: Any
     data = open_data(DataConfig(path, **options))
     data.check_used()
     return data
+
+
+def marked(data: Any, ids: Any, trained: Any) -> str:
+    """Return tokens as text, with those that are trained between [[ and ]]."""
+    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(trained)) + 1)
+    texts = [data.tokenizer.decode(np.asarray(ids)[run], special=True) for run in runs]
+    return "".join(f"[[{text}]]" if trained[run[0]] else text for run, text in zip(runs, texts))
+
+
+def shown(data: Any, index: int = 0) -> str:
+    """Return a document in the same way."""
+    pairs = data.train[index]
+    return marked(data, [*pairs[:1, INPUT], *pairs[:, TARGET]], [0, *pairs[:, TRAINED]])
 
 
 def chat(*contents: str, roles: str = "ua") -> dict:

@@ -3,7 +3,6 @@
 import collections
 import dataclasses
 import itertools
-import json
 import tempfile
 from pathlib import Path
 
@@ -25,128 +24,90 @@ from tests.trainer.chats import (
     MISTRAL,
     THINKING,
     chat,
+    marked,
     opened,
     save_tokenizer,
+    shown,
     write_jsonl,
 )
 
 CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
 TWO_TURNS = chat("Hi é", "Yo", "So?", "No.")
-
-
-def _tokens_of(data, pairs):
-    """Return ids and whether each is trained, of one document."""
-    ids = np.concatenate([pairs[:1, INPUT], pairs[:, TARGET]])
-    return ids.tolist(), [False, *pairs[:, TRAINED].astype(bool)]
-
-
-def _table(data, *segments):
-    """Return the same as `_tokens_of` from texts, and special tokens, each written down as trained ("+..") or not."""
-    ids, trained = [], []
-    for segment in segments:
-        text = segment.removeprefix("+")
-        special = data.tokenizer.special_tokens.get(text)
-        found = [special] if special is not None else data.tokenizer.encode(text).tolist()
-        ids += found
-        trained += [segment.startswith("+")] * len(found)
-    return ids, trained
-
-
-START, END = "<|im_start|>", "<|im_end|>"
-CHATML_TABLE = [START, "user\nHi é", END, "\n", START, "assistant\n", "+Yo", "+" + END, "\n"]
-CHATML_TABLE += [START, "user\nSo?", END, "\n", START, "assistant\n", "+No.", "+" + END, "\n"]
+FIRST, ANSWER, SECOND, LAST = MESSAGES = TWO_TURNS["messages"]
+LAST["thoughts"] = "hm"
+OF_WEIGHT_0 = {"messages": [FIRST, ANSWER | {"weight": 0}, SECOND, LAST]}
+PROMPTED = {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}
+PARTS = {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " é"}]}
 # A special token inside the marks, as of tools or thoughts, and the stop token outside.
 MARKED_INSIDE = MARKED.replace("{% generation %}", "{% generation %}[INST]hm[/INST]")
-INSIDE_TABLE = [
-    part for one in CHATML_TABLE for part in (["+[INST]", "+hm", "+[/INST]", one] if one in ("+Yo", "+No.") else [one])
-]
-A, B = "<|start_header_id|>", "<|end_header_id|>"
-LLAMA3_TABLE = ["<s>", A, "user", B, "\n\nHi é", "<|eot_id|>", A, "assistant", B, "\n\n", "+Yo", "+<|eot_id|>"]
-LLAMA3_TABLE += [A, "user", B, "\n\nSo?", "<|eot_id|>", A, "assistant", B, "\n\n", "+No.", "+<|eot_id|>"]
-MISTRAL_TABLE = ["<s>", "[INST]", " Hi é ", "[/INST]", "+ Yo", "+</s>"]
-MISTRAL_TABLE += ["[INST]", " So? ", "[/INST]", "+ No.", "+</s>"]
-LAST_TABLE = [START, "user\nHi é", END, "\n", START, "assistant\nYo", END, "\n", START, "user\nSo?", END, "\n"]
-LAST_TABLE += [START, "assistant\n", "+<think>hm</think>No.", "+" + END, "\n"]
-
-
-@pytest.mark.parametrize(
-    ("template", "table", "options"),
-    [
-        (CHATML, CHATML_TABLE, {}),
-        (ENDED, [*CHATML_TABLE, "</s>"], {}),
-        (MARKED, CHATML_TABLE, {}),
-        (MARKED_INSIDE, INSIDE_TABLE, {}),
-        (LLAMA3, LLAMA3_TABLE, {}),
-        (MISTRAL, MISTRAL_TABLE, {}),
-        (THINKING, LAST_TABLE, {"answers": "last"}),
-    ],
-    ids=["chatml", "ended", "marked", "marked with a special token inside", "llama3", "mistral", "thinking"],
+WITH_CALLS = CHATML.replace(
+    "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
 )
-def test_the_answers_of_a_conversation_are_trained_with_their_stop_token(tmp_path, template, table, options):
-    record = json.loads(json.dumps(TWO_TURNS))
-    record["messages"][-1]["thoughts"] = "hm"
-    data = opened(tmp_path, [record], template, **options)
-    assert _tokens_of(data, data.train[0]) == _table(data, *table)
+
+# What is trained stands between [[ and ]].
+START, END = "<|im_start|>", "<|im_end|>"
+BEGUN = f"{START}user\nHi é{END}\n{START}assistant\n"
+BOTH = f"{BEGUN}[[Yo{END}]]\n{START}user\nSo?{END}\n{START}assistant\n[[No.{END}]]\n"
+ONLY_LAST = BOTH.replace(f"[[Yo{END}]]", f"Yo{END}")
+LLAMA3_TURN = (
+    "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n[[{}"
+)
+SHOWN = {
+    "chatml": (TWO_TURNS, CHATML, {}, BOTH),
+    "ended": (TWO_TURNS, ENDED, {}, f"{BOTH}</s>"),
+    "marked": (TWO_TURNS, MARKED, {}, BOTH),
+    "marked with a special token inside": (TWO_TURNS, MARKED_INSIDE, {}, BOTH.replace("[[", "[[[INST]hm[/INST]")),
+    "llama3": (
+        TWO_TURNS,
+        LLAMA3,
+        {},
+        f"<s>{LLAMA3_TURN.format('Hi é', 'Yo<|eot_id|>]]')}{LLAMA3_TURN.format('So?', 'No.<|eot_id|>]]')}",
+    ),
+    "mistral": (TWO_TURNS, MISTRAL, {}, "<s>[INST] Hi é [/INST][[ Yo</s>]][INST] So? [/INST][[ No.</s>]]"),
+    "thinking": (TWO_TURNS, THINKING, {"answers": "last"}, ONLY_LAST.replace("No.", "<think>hm</think>No.")),
+    "weight 0": (OF_WEIGHT_0, CHATML, {}, ONLY_LAST),
+    "weight 0, marked": (OF_WEIGHT_0, MARKED, {}, ONLY_LAST),
+    "messages of a prompt": (PROMPTED, CHATML, {}, ONLY_LAST),
+    "messages of a prompt, marked": (PROMPTED, MARKED, {}, ONLY_LAST),
+    "texts": ({"prompt": "2+2=", "completion": "4"}, None, {}, "<s>2+2=[[4</s>]]"),
+    "parts and calls": ({"messages": [PARTS, CALL]}, WITH_CALLS, {}, f"{BEGUN}[[f{END}]]\n"),
+    "white space, whatever offsets a tokenizer gives": (
+        chat("Hi é", "a\n    b  "),
+        MARKED,
+        {"trim_offsets": True},
+        f"{BEGUN}[[a\n    b  {END}]]\n",
+    ),
+}
 
 
-def test_a_prompt_and_its_completion_begin_and_end_as_the_tokenizer_has_it(tmp_path):
-    data = opened(tmp_path, [{"prompt": "2+2=", "completion": "4"}], None)
-    assert _tokens_of(data, data.train[0]) == _table(data, "<s>", "2+2=", "+4", "+</s>")
-    as_bytes = open_data(DataConfig(str(tmp_path / "chat.jsonl"), eval_fraction=0))
-    assert as_bytes.train[0][:, TARGET].tolist() == [*b"2+2=4", 256]
-    assert as_bytes.train[0][:, TRAINED].tolist() == [0, 0, 0, 0, 1, 1]
+@pytest.mark.parametrize(("record", "template", "options", "wanted"), SHOWN.values(), ids=SHOWN)
+def test_answers_are_trained_with_their_stop_token(tmp_path, record, template, options, wanted):
+    assert shown(opened(tmp_path, [record], template, **options)) == wanted
 
 
-def test_messages_of_weight_0_and_those_of_the_prompt_are_not_trained(tmp_path):
-    of_weight = json.loads(json.dumps(TWO_TURNS))
-    of_weight["messages"][1]["weight"] = 0
-    messages = TWO_TURNS["messages"]
-    untrained = [segment.lstrip("+") if segment in ("+Yo", "+" + END) else segment for segment in CHATML_TABLE[:9]]
-    for record in (of_weight, {"prompt": messages[:3], "completion": messages[3:]}):
-        for template in (CHATML, MARKED):
-            data = opened(tmp_path, [record], template)
-            assert _tokens_of(data, data.train[0]) == _table(data, *untrained, *CHATML_TABLE[9:])
-
-
-def test_contents_in_parts_and_calls_of_tools_are_texts(tmp_path):
-    parts = [{"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " é"}]}]
-    template = CHATML.replace(
-        "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
-    )
-    data = opened(tmp_path, [{"messages": [*parts, CALL]}], template)
-    table = [*CHATML_TABLE[:6], "+f", "+" + END, "\n"]
-    assert _tokens_of(data, data.train[0]) == _table(data, *table)
-
-
-def test_white_space_of_an_answer_is_trained_whatever_offsets_a_tokenizer_gives(tmp_path):
-    text = "a\n    b  "
-    table = [*CHATML_TABLE[:6], f"+{text}", "+" + END, "\n"]
-    data = opened(tmp_path, [chat("Hi é", text)], MARKED, trim_offsets=True)
-    assert _tokens_of(data, data.train[0]) == _table(data, *table)
+def test_a_prompt_and_its_completion_in_bytes(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": "4"}])
+    pairs = open_data(DataConfig(path, eval_fraction=0)).train[0]
+    assert (pairs[:, TARGET].tolist(), pairs[:, TRAINED].tolist()) == ([*b"2+2=4", 256], [0, 0, 0, 0, 1, 1])
 
 
 def test_choices_are_two_rows_with_one_prompt(tmp_path):
-    messages = TWO_TURNS["messages"]
-    other = [*messages[:3], {"role": "assistant", "content": "Never"}]
+    other = [*MESSAGES[:3], {"role": "assistant", "content": "Never"}]
     records = [
-        {"prompt": messages[:3], "chosen": messages[3:], "rejected": other[3:]},
-        {"chosen": messages, "rejected": other},
-        {"prompt": "Hi é", "chosen": messages, "rejected": other},
+        {"prompt": MESSAGES[:3], "chosen": MESSAGES[3:], "rejected": other[3:]},
+        {"chosen": MESSAGES, "rejected": other},
+        {"prompt": "Hi é", "chosen": MESSAGES, "rejected": other},
     ]
     data = opened(tmp_path, records, seq_len=256)
-    tables = [[*CHATML_TABLE[:5], "assistant\nYo", END, *CHATML_TABLE[8:]] for _ in range(2)]
-    tables[1] = ["+Never" if segment == "+No." else segment for segment in tables[1]]
     batch = next(iter(make_pass_iterator(data, data.train, batch_size=4, prefetch_batches=0)))
-    assert {name: array.shape for name, array in batch.items()} == {
-        **dict.fromkeys(("tokens", "targets", "weights"), (4, 2, 256)),
-        "index": (4,),
-    }
+    shapes = dict.fromkeys(("tokens", "targets", "weights"), (4, 2, 256)) | {"index": (4,)}
+    assert {name: array.shape for name, array in batch.items()} == shapes
     for row, side in itertools.product(range(3), range(2)):
-        ids, trained = _table(data, *tables[side])
-        size = len(ids) - 1
-        assert batch["tokens"][row, side, :size].tolist() == ids[:-1]
-        assert batch["targets"][row, side, :size].tolist() == ids[1:]
-        assert batch["weights"][row, side].astype(bool).tolist() == trained[1:] + [False] * (256 - size)
+        tokens, targets, weights = (batch[name][row, side] for name in ("tokens", "targets", "weights"))
+        end = np.flatnonzero(weights)[-1] + 2  # a line break follows the stop token
+        assert tokens[1:end].tolist() == targets[: end - 1].tolist()
+        text = marked(data, [tokens[0], *targets[:end]], [0, *weights[:end]])
+        assert text == ONLY_LAST.replace("No.", "Never" if side else "No.")
     assert batch["index"][:3].tolist() == [0, 1, 2]
     assert not batch["weights"][3].any()
     data = open_data(dataclasses.replace(data.config, data=f"{data.config.data}:1,{data.config.data}:1"))
@@ -218,12 +179,8 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
     second = write_jsonl(tmp_path / "b.jsonl", [{"text": f"text {i}"} for i in range(60)])
     config = DataConfig(f"{first}:3,{second}:1", tokenizer=tokenizer, seq_len=64, eval_fraction=0.1, shuffle_rows=8)
     data = open_data(config)
-    assert (
-        data.tokenizer is not None
-        and data.weights == (0.75, 0.25)
-        and len(data.eval) == 4 + 6
-        and len(data.train) == 36 + 54
-    )
+    assert (data.weights, len(data.eval), len(data.train)) == ((0.75, 0.25), 4 + 6, 36 + 54)
+    assert data.tokenizer is not None
 
     def batches(num, iterator):
         return [next(iterator) for _ in range(num)]
@@ -265,12 +222,7 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
         ([chat("a", "b", "c", roles="uta")], LLAMA3, {}, ["line 1", "no role tool"]),
         ([chat("a", "b", "c", roles="sua")], MISTRAL, {}, ["line 1", "leaves out message 1", "system"]),
         ([{**chat("a", "b"), "tools": [{"name": END}]}], CHATML, {}, ["field tools", END]),
-        (
-            [{"prompt": "x", "chosen": chat("a", "b")["messages"], "rejected": chat("a", "c")["messages"]}],
-            CHATML,
-            {},
-            ["prompt"],
-        ),
+        ([{"prompt": "x", "chosen": MESSAGES[:2], "rejected": chat("Hi é", "c")["messages"]}], CHATML, {}, ["prompt"]),
         ([{"prompt": "a", "chosen": "b", "rejected": "b"}], CHATML, {}, ["line 1", "the same"]),
         ([{"messages": [*chat("a")["messages"], {"role": "assistant", "content": None}]}], CHATML, {}, ["message 2"]),
         ([{"messages": [*chat("a")["messages"], {**CALL, "tool_calls": ["f"]}]}], CHATML, {}, ["as OpenAI does"]),

@@ -3,10 +3,8 @@
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
-from jfsdp.trainer.data.documents import INPUT, TARGET, TRAINED
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.sources.tokens import PairSource
@@ -22,6 +20,7 @@ from tests.trainer.chats import (
     chat,
     opened,
     save_tokenizer,
+    shown,
     write_jsonl,
 )
 
@@ -50,16 +49,6 @@ MARKED_WITHOUT_CALLS = MARKED.replace(
 NAMES_ONLY = CHATML.replace(
     "{{ m.content }}", "{{ m.content }}{% for c in m.tool_calls %}{{ c.function.name }}{% endfor %}"
 )
-
-
-def _shown(data, index=0):
-    """Return a document as text, with the trained tokens between [[ and ]]."""
-    pairs = data.train[index]
-    ids = np.concatenate([pairs[:1, INPUT], pairs[:, TARGET]])
-    trained = np.concatenate([[0], pairs[:, TRAINED]])
-    runs = np.split(np.arange(len(ids)), np.flatnonzero(np.diff(trained)) + 1)
-    texts = [data.tokenizer.decode(ids[run], special=True) for run in runs]
-    return "".join(f"[[{text}]]" if trained[run[0]] else text for run, text in zip(runs, texts))
 
 
 @pytest.mark.parametrize(
@@ -91,34 +80,32 @@ def test_a_part_of_a_record_that_a_template_leaves_out_is_refused(tmp_path, reco
 def test_thoughts_are_trained_with_the_answer_that_a_template_writes_them_into(tmp_path):
     begin = f"<|im_start|>user\nHi{END}\n<|im_start|>assistant\n"
     data = opened(tmp_path, [THOUGHTS, REASONED], QWEN3)
-    shown = f"{begin}[[<think>\nhm\n</think>\n\nYo{END}]]\n"
-    assert (_shown(data, 0), _shown(data, 1)) == (shown, shown)
+    text = f"{begin}[[<think>\nhm\n</think>\n\nYo{END}]]\n"
+    assert (shown(data, 0), shown(data, 1)) == (text, text)
     # Those of an earlier answer are history, and written as for the model.
     earlier = {"messages": [*THOUGHTS["messages"], *REASONED["messages"]]}
     data = opened(tmp_path, [earlier], QWEN3, answers="last")
-    assert _shown(data) == f"{begin}Yo{END}\n{shown}"
+    assert shown(data) == f"{begin}Yo{END}\n{text}"
 
 
 def test_thoughts_under_several_names_are_one_text(tmp_path):
     def record(**thoughts):
         return {"messages": [PLAIN["messages"][0], {**PLAIN["messages"][1], **thoughts}]}
 
-    expected = _shown(opened(tmp_path, [REASONED], QWEN3))
+    expected = shown(opened(tmp_path, [REASONED], QWEN3))
     by_thinking = QWEN3.replace("m.reasoning_content", "m.thinking")
     for template in (QWEN3, by_thinking):
         for thoughts in ({"reasoning": "hm"}, {"thinking": "hm"}, {"thinking": "", "reasoning_content": "hm"}):
-            assert _shown(opened(tmp_path, [record(**thoughts)], template)) == expected
+            assert shown(opened(tmp_path, [record(**thoughts)], template)) == expected
     for wrong in ({"reasoning_content": "hm", "thinking": "ah"}, {"thinking": ["hm"]}):
         with refusing("line 1", "message 2"):
             opened(tmp_path, [record(**wrong)], QWEN3)
 
 
 def test_tools_and_calls_reach_the_template(tmp_path):
-    data = opened(tmp_path, [CALLED, {**CALLED, "tools": json.dumps(TOOLS)}], LLAMA3_TOOLS)
-    assert _shown(data, 0) == _shown(data, 1)
     call = '{"name": "f", "parameters": {"city": "Zürich", "days": 3}}'
     head = "<|start_header_id|>{}<|end_header_id|>\n\n"
-    assert _shown(data, 0) == (
+    assert shown(opened(tmp_path, [CALLED], LLAMA3_TOOLS)) == (
         f"<s>{head.format('system')}{json.dumps(TOOLS[0])}<|eot_id|>{head.format('user')}Hi<|eot_id|>"
         f"{head.format('assistant')}[[{call}<|eot_id|>]]{head.format('ipython')}12<|eot_id|>"
         f"{head.format('assistant')}[[Yo<|eot_id|>]]"
@@ -129,8 +116,8 @@ def test_of_several_named_templates_that_for_tools_is_taken_with_tools(tmp_path)
     named = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": TOOL_USE}]
     records = [PLAIN, {**PLAIN, "tools": TOOLS}]
     data = opened(tmp_path, records, named)
-    assert "tools:" not in _shown(data, 0) and "tools: f" in _shown(data, 1)
-    assert "tools:" in _shown(opened(tmp_path, [PLAIN], named, chat_template="tool_use"))
+    assert "tools:" not in shown(data, 0) and "tools: f" in shown(data, 1)
+    assert "tools:" in shown(opened(tmp_path, [PLAIN], named, chat_template="tool_use"))
     other = [{"name": "rag", "template": CHATML}, named[1]]
     refuses(lambda: opened(tmp_path, [PLAIN], other), "line 1", "rag, tool_use", "--chat-template")
     # As files, which go before the configuration.
@@ -139,7 +126,7 @@ def test_of_several_named_templates_that_for_tools_is_taken_with_tools(tmp_path)
     (directory / "tool_use.jinja").write_text(TOOL_USE)
     (tmp_path / "tokenizer" / "chat_template.jinja").write_text(CHATML)
     files = opened(tmp_path, records, None)
-    assert [_shown(files, i) for i in (0, 1)] == [_shown(data, i) for i in (0, 1)]
+    assert [shown(files, i) for i in (0, 1)] == [shown(data, i) for i in (0, 1)]
 
 
 def test_fields_that_nothing_is_made_of_are_said(tmp_path):
@@ -199,13 +186,6 @@ def test_a_message_recommends_what_helps(tmp_path, record, template, options, ex
             opened(tmp_path, helps.pop("records", [record]), template, **options, **helps)
 
 
-def test_a_field_that_is_null_is_not_there(tmp_path):
-    record = chat("Hi", "Yo")
-    for message in record["messages"]:
-        message.update(weight=None, tool_calls=None, reasoning_content=None, name=None)
-    assert _shown(opened(tmp_path, [record], LLAMA3_TOOLS)) == _shown(opened(tmp_path, [PLAIN], LLAMA3_TOOLS))
-
-
 def test_pairs_with_messages_next_to_them_are_told_what_to_take_out(tmp_path):
     chosen, rejected = PLAIN["messages"], chat("Hi", "No")["messages"]
     tokenizer = save_tokenizer(tmp_path / "tokenizer")
@@ -228,6 +208,7 @@ SHAREGPT = {
     ],
     "tools": json.dumps(TOOLS),
 }
+NULL = {"weight": None, "tool_calls": None, "reasoning_content": None, "name": None}
 ALPACA = {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be brief.", "history": [["Hi", "Yo"]]}
 
 
@@ -236,6 +217,8 @@ ALPACA = {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be br
     [
         (SHAREGPT, {**CALLED, "messages": [{"role": "system", "content": "Be brief."}, *CALLED["messages"]]}),
         ({"conversations": PLAIN["messages"]}, PLAIN),
+        ({"messages": [message | NULL for message in PLAIN["messages"]]}, PLAIN),
+        ({**CALLED, "tools": json.dumps(TOOLS)}, CALLED),
         (
             {"conversations": [{"from": "gpt", "value": "No", "weight": 0}, *PLAIN["messages"]]},
             {"messages": [{"role": "assistant", "content": "No", "weight": 0}, *PLAIN["messages"]]},
@@ -245,8 +228,8 @@ ALPACA = {"instruction": "Add.", "input": "2+2", "output": "4", "system": "Be br
         ({"conversations": None, "messages": PLAIN["messages"], "instruction": None, "text": None}, PLAIN),
     ],
 )
-def test_records_of_others_are_conversations(tmp_path, record, same):
-    assert _shown(opened(tmp_path, [record], LLAMA3_TOOLS)) == _shown(opened(tmp_path, [same], LLAMA3_TOOLS))
+def test_records_of_others_and_fields_that_are_null_or_text_are_conversations(tmp_path, record, same):
+    assert shown(opened(tmp_path, [record], LLAMA3_TOOLS)) == shown(opened(tmp_path, [same], LLAMA3_TOOLS))
 
 
 @pytest.mark.parametrize(
@@ -268,21 +251,21 @@ TEXT_ONLY = LLAMA3_TOOLS.replace("{{ call.arguments | tojson }}", "{{ '' + call.
 
 
 def test_arguments_are_objects_or_text_as_the_template_takes_them(tmp_path):
-    def shown(template, arguments):
+    def called(template, arguments):
         function = {"name": "f"} if arguments is None else {"name": "f", "arguments": arguments}
         record = json.loads(json.dumps(CALLED))
         record["messages"][1]["tool_calls"][0]["function"] = function
-        return _shown(opened(tmp_path, [record], template))
+        return shown(opened(tmp_path, [record], template))
 
     given = FUNCTION["arguments"]
-    expected = shown(LLAMA3_TOOLS, given)
+    expected = called(LLAMA3_TOOLS, given)
     assert '"parameters": {"city": "Zürich", "days": 3}}' in expected
     for template in (LLAMA3_TOOLS, TEXT_ONLY):
-        assert shown(template, given) == shown(template, json.dumps(given, ensure_ascii=False)) == expected
-        assert '"parameters": {}}' in shown(template, {})
-    assert '{"city":"Zürich"}' in shown(TEXT_ONLY, '{"city":"Zürich"}')
+        assert called(template, given) == called(template, json.dumps(given, ensure_ascii=False)) == expected
+        assert '"parameters": {}}' in called(template, {})
+    assert '{"city":"Zürich"}' in called(TEXT_ONLY, '{"city":"Zürich"}')
     for wrong in ("f(x)", "[1]", [1]):
-        refuses(lambda wrong=wrong: shown(LLAMA3_TOOLS, wrong), "line 1: message 2", "arguments")
+        refuses(lambda wrong=wrong: called(LLAMA3_TOOLS, wrong), "line 1: message 2", "arguments")
 
 
 def test_a_message_with_train_false_is_not_trained(tmp_path):
@@ -290,8 +273,8 @@ def test_a_message_with_train_false_is_not_trained(tmp_path):
     for message, train in zip(record["messages"], (False, False, None, True)):
         message["train"] = train
     for template in (CHATML, MARKED):
-        shown = _shown(opened(tmp_path, [record], template))
-        assert f"\nNo{END}" in shown and f"[[Yo{END}]]" in shown and shown.count("[[") == 1
+        text = shown(opened(tmp_path, [record], template))
+        assert f"\nNo{END}" in text and f"[[Yo{END}]]" in text and text.count("[[") == 1
     for message, train, fact in ((0, True, "message 1 has train true"), (1, "no", "message 2 has train 'no'")):
         wrong = json.loads(json.dumps(record))
         wrong["messages"][message]["train"] = train
