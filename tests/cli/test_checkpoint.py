@@ -55,12 +55,11 @@ def step(run):
 
 @pytest.fixture
 def call(capsys):
-    """Call a subcommand; return the exit status, and what it printed."""
+    """Call a subcommand, whose exit status is as given; return what it printed, as `out` and `err`."""
 
-    def call(*args):
-        status = main(["checkpoint", *map(str, args)])
-        captured = capsys.readouterr()
-        return status, captured.out, captured.err
+    def call(*args, status=0):
+        assert main(["checkpoint", *map(str, args)]) == status
+        return capsys.readouterr()
 
     return call
 
@@ -90,18 +89,15 @@ def flip(path):
 
 
 def test_inspect_lists_the_steps_of_a_run(call, run):
-    status, out, _ = call("inspect", run)
-    assert status == 0
+    out = call("inspect", run).out
     assert [line.split()[0] for line in out.splitlines()] == ["step", "1", "2", "3"]
     assert "eval_loss 1" in out.splitlines()[2]
-    status, out, _ = call("inspect", run, "--json")
-    assert [(row["step"], row["metrics"]["eval_loss"]) for row in json.loads(out)] == [(1, 3.0), (2, 1.0), (3, 2.0)]
+    rows = json.loads(call("inspect", run, "--json").out)
+    assert [(row["step"], row["metrics"]["eval_loss"]) for row in rows] == [(1, 3.0), (2, 1.0), (3, 2.0)]
 
 
 def test_inspect_prints_json_that_says_all(call, step):
-    status, out, _ = call("inspect", step, "--json")
-    found = json.loads(out)
-    assert status == 0
+    found = json.loads(call("inspect", step, "--json").out)
     assert found["arrays"][KERNEL] == {"shape": [2, 16, 16], "dtype": "float32", "key_impl": None}
     assert found["layout"]["strategy"] == "full_shard" and found["config"]["config"]["model"] == "llama-tiny"
 
@@ -110,9 +106,9 @@ def test_inspect_prints_strict_json_of_metrics_that_are_no_numbers(call, state, 
     with jfsdp.checkpoint.Checkpointer(tmp_path / "run") as steps:
         steps.save(1, state, metrics={"loss": float("nan")})
         steps.save(2, state, extra=[float("inf")], metrics={"loss": float("inf")})
-    rows = strict_json(call("inspect", tmp_path / "run", "--json")[1])
+    rows = strict_json(call("inspect", tmp_path / "run", "--json").out)
     assert [row["metrics"]["loss"] for row in rows] == ["nan", "inf"]
-    assert strict_json(call("inspect", tmp_path / "run" / "2", "--json")[1])["extra"] == [["inf"]]
+    assert strict_json(call("inspect", tmp_path / "run" / "2", "--json").out)["extra"] == [["inf"]]
 
 
 @pytest.mark.parametrize("content", ["[]", '{"format": 2, "step": 7, "metrics": {}, "arrays": {}}'])
@@ -121,84 +117,72 @@ def test_inspect_does_not_believe_a_damaged_manifest(content, call, run, tmp_pat
     damaged = tmp_path / "run" / "checkpoints" / "2"
     (damaged / "manifest.json").write_text(content)
     for options in ([], ["--json"]):
-        status, out, err = call("inspect", damaged, *options)
-        assert (status, out) == (4, "") and "manifest.json is not as it was written" in err
-    status, out, _ = call("inspect", tmp_path / "run", "--json")
-    problems = [row["problem"] for row in json.loads(out)]
-    assert (status, problems[0], problems[2]) == (4, None, None) and "manifest.json" in problems[1]
+        out, err = call("inspect", damaged, *options, status=4)
+        assert out == "" and "manifest.json is not as it was written" in err
+    rows = json.loads(call("inspect", tmp_path / "run", "--json", status=4).out)
+    first, second, third = (row["problem"] for row in rows)
+    assert first is third is None and "manifest.json" in second
 
 
 def test_verify_is_0_for_whole_steps_and_4_with_the_file_for_a_damaged_one(call, run, tmp_path):
-    status, out, err = call("verify", run)
-    assert (status, out.count(": ok;")) == (0, 3)
-    assert "takes at most" in err
+    out, err = call("verify", run)
+    assert out.count(": ok;") == 3 and "takes at most" in err
     shutil.copytree(run, tmp_path / "run")
     file = flip(tmp_path / "run" / "checkpoints" / "2")
-    status, out, _ = call("verify", tmp_path / "run")
-    assert status == 4
+    out = call("verify", tmp_path / "run", status=4).out
     assert out.count(": ok;") == 2 and "checkpoints/2: DAMAGED" in out and file.name in out
-    status, out, err = call("verify", tmp_path / "run", "--json")
+    out, err = call("verify", tmp_path / "run", "--json", status=4)
     found = {Path(path).name: [*result["problems"]] for path, result in json.loads(out).items()}
-    assert (status, err, found["1"], found["3"]) == (4, "", [], [])
+    assert (err, found["1"], found["3"]) == ("", [], [])
     assert file.name in found["2"][0]
 
 
 def test_diff_is_0_for_equals_and_4_with_the_place_of_what_differs(call, step, tmp_path):
-    status, out, _ = call("diff", step, step)
-    assert status == 0
-    assert "0 differ in value" in out
+    assert "0 differ in value" in call("diff", step, step).out
     values = np.arange(12, dtype=np.float32).reshape(3, 4)
     other = values.copy()
     other[2, 1] += 2
     one, two = write(tmp_path / "a", {"w": values, "b": values}), write(tmp_path / "b", {"w": other, "c": values})
-    status, out, _ = call("diff", one, two)
-    assert status == 4
+    out = call("diff", one, two, status=4).out
     assert "only in A: b" in out and "only in B: c" in out
     row = next(line.split() for line in out.splitlines() if line.startswith("w "))
     assert row == ["w", "2", "0.1818", "1", "2", "1"]
-    status, out, _ = call("diff", one, two, "--only", "w", "--json")
-    found = json.loads(out)
-    assert status == 4
+    found = json.loads(call("diff", one, two, "--only", "w", "--json", status=4).out)
     assert (found["only_first"], found["values"][0]["at"], found["values"][0]["max_abs"]) == ([], [2, 1], 2.0)
 
 
 def test_convert_casts_and_lists_layers_of_the_newest_step(call, run, step, tmp_path):
     options = ("--dtype", "bfloat16", "--unstack", "layers", "--skip", "opt_state", "--json")
-    status, out, _ = call("convert", run, tmp_path / "out", *options)
-    assert status == 0
-    assert json.loads(out) == {"from": str(step), "to": str(tmp_path / "out")}
+    assert json.loads(call("convert", run, tmp_path / "out", *options).out) == {
+        "from": str(step),
+        "to": str(tmp_path / "out"),
+    }
     ours, theirs = CheckpointSource(step), CheckpointSource(tmp_path / "out")
     assert not any(name.startswith("opt_state") for name in theirs.arrays)
     found = read_whole(theirs, "params.layers.1.attn.q_proj.kernel")
     assert found.tobytes() == read_whole(ours, KERNEL)[1].astype("bfloat16").tobytes()
-    assert call("verify", tmp_path / "out")[0] == 0
+    call("verify", tmp_path / "out")
 
 
 def test_what_is_exported_and_imported_is_bitwise_what_it_was(call, run, step, tmp_path):
-    status, out, err = call("export", run, tmp_path / "hf", "--max-length", "64")
-    assert status == 0
+    out, err = call("export", run, tmp_path / "hf", "--max-length", "64")
     assert "model.safetensors" in out and "takes at most" in err
     stated = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert (stated["model_type"], stated["max_position_embeddings"]) == ("llama", 64)
     weights = SafetensorsSource(tmp_path / "hf")
     theirs = read_whole(weights, "model.layers.1.self_attn.q_proj.weight")
     assert np.array_equal(theirs.T, read_whole(CheckpointSource(step), KERNEL)[1])
-    status, out, _ = call("import", tmp_path / "hf", tmp_path / "back", *MODEL, "--json")
-    assert status == 0
-    assert json.loads(out)["arrays"] == 12
-    status, out, _ = call("diff", step, tmp_path / "back", "--only", "params")
-    assert status == 0
-    assert "12 arrays are equal" in out
-    status, out, _ = call("export", tmp_path / "back", tmp_path / "again", "--dtype", "bfloat16", "--json")
-    found = json.loads(out)
-    assert (status, found["arrays"]) == (0, 21)
+    assert json.loads(call("import", tmp_path / "hf", tmp_path / "back", *MODEL, "--json").out)["arrays"] == 12
+    assert "12 arrays are equal" in call("diff", step, tmp_path / "back", "--only", "params").out
+    found = json.loads(call("export", tmp_path / "back", tmp_path / "again", "--dtype", "bfloat16", "--json").out)
+    assert found["arrays"] == 21
     assert found["bytes"] * 2 == sum(array.size * 4 for array in weights.arrays.values())
 
 
 @pytest.fixture
 def broken(call, run, tmp_path):
     """Weights in the form of Hugging Face with three values that are not finite, in two arrays."""
-    assert call("export", run, tmp_path / "hf")[0] == 0
+    call("export", run, tmp_path / "hf")
     file = tmp_path / "hf" / "model.safetensors"
     arrays = safetensors.numpy.load_file(file)
     arrays["model.norm.weight"][2] = np.nan
@@ -208,30 +192,29 @@ def broken(call, run, tmp_path):
 
 
 def test_weights_that_are_not_finite_come_in_and_go_out_only_where_that_is_asked_for(call, broken, tmp_path):
-    status, out, err = call("import", broken, tmp_path / "in", *MODEL)
-    assert (status, out) == (2, "")
-    assert "norm.scale: 1 of 16" in err
+    out, err = call("import", broken, tmp_path / "in", *MODEL, status=2)
+    assert out == "" and "norm.scale: 1 of 16" in err
     assert "layers.mlp.up_proj.kernel: 2 of 1,024" in err
     assert [path.name for path in tmp_path.iterdir()] == ["hf"], "nothing is written, and nothing stays behind"
-    status, out, err = call("import", broken, tmp_path / "in", *MODEL, "--allow-nonfinite", "--json")
-    assert (status, len(json.loads(out)["not_finite"])) == (0, 2)
+    out, err = call("import", broken, tmp_path / "in", *MODEL, "--allow-nonfinite", "--json")
+    assert len(json.loads(out)["not_finite"]) == 2
     assert "norm.scale: 1 of 16" in err
-    for verb, target in (("export", "out"), ("convert", "other")):
-        status, out, err = call(verb, tmp_path / "in", tmp_path / target)
+    for verb, status in (("export", 2), ("convert", 0)):
+        err = call(verb, tmp_path / "in", tmp_path / verb, status=status).err
         assert "norm" in err and "1 of 16 elements are not finite" in err
-        assert (status, (tmp_path / target).exists()) == ((2, False) if verb == "export" else (0, True))
-    assert call("export", tmp_path / "in", tmp_path / "out", "--allow-nonfinite")[0] == 0
+        assert (tmp_path / verb).exists() == (not status)
+    call("export", tmp_path / "in", tmp_path / "out", "--allow-nonfinite")
 
 
 def test_prune_keeps_the_newest_and_the_best(call, run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     there = tmp_path / "run" / "checkpoints"
     options = (tmp_path / "run", "--keep", "1", "--keep-best", "eval_loss")
-    status, out, _ = call("prune", *options, "--dry-run")
-    assert (status, len(list(there.glob("[0-9]")))) == (0, 3)
+    out = call("prune", *options, "--dry-run").out
+    assert len(list(there.glob("[0-9]"))) == 3
     assert out.startswith("would delete steps 1 (") and out.endswith("kept 2, 3\n")
-    status, out, _ = call("prune", *options, "--json")
-    assert (status, json.loads(out)["deleted"], json.loads(out)["kept"]) == (0, [1], [2, 3])
+    found = json.loads(call("prune", *options, "--json").out)
+    assert (found["deleted"], found["kept"]) == ([1], [2, 3])
     assert sorted(path.name for path in there.glob("[0-9]")) == ["2", "3"]
 
 
@@ -249,8 +232,7 @@ def test_what_prune_is_not_told_is_as_the_run_was_told(call, run, tmp_path, more
     shutil.copytree(run, tmp_path / "run")
     told = {"config": {"keep": 1, "keep_every": 2, "keep_best": None}, "decides": {}}
     (tmp_path / "run" / "config.json").write_text(json.dumps(told))
-    status, out, _ = call("prune", tmp_path / "run", "--json", *more)
-    assert (status, json.loads(out)["kept"]) == (0, kept)
+    assert json.loads(call("prune", tmp_path / "run", "--json", *more).out)["kept"] == kept
 
 
 def test_a_run_in_use_is_not_pruned(call, run, tmp_path):
@@ -259,10 +241,9 @@ def test_a_run_in_use_is_not_pruned(call, run, tmp_path):
 
     lock = Lock(tmp_path / "run" / "checkpoints" / "lock", "held by", "or stop it")
     try:
-        status, _, err = call("prune", tmp_path / "run", "--keep", "1")
+        err = call("prune", tmp_path / "run", "--keep", "1", status=2).err
     finally:
         lock.release()
-    assert status == 2
     assert "are written by" in err and err.count("\n") == 1
     assert len(list((tmp_path / "run" / "checkpoints").glob("[0-9]"))) == 3
 
@@ -270,12 +251,12 @@ def test_a_run_in_use_is_not_pruned(call, run, tmp_path):
 def test_every_path_that_is_no_checkpoint_is_refused_in_one_line(call, tmp_path):
     for verb in ("inspect", "verify", "prune"):
         for path, what in ((tmp_path / "no", "is not there"), (tmp_path, "is no checkpoint and holds none")):
-            status, out, err = call(verb, path)
-            assert (status, out, err.count("\n")) == (2, "", 1)
+            out, err = call(verb, path, status=2)
+            assert (out, err.count("\n")) == ("", 1)
             assert f"{path}: {what}; pass" in err
     for verb in ("convert", "export", "diff"):
-        status, out, err = call(verb, tmp_path / "no", tmp_path / "other")
-        assert (status, out, err.count("\n")) == (2, "", 1)
+        out, err = call(verb, tmp_path / "no", tmp_path / "other", status=2)
+        assert (out, err.count("\n")) == ("", 1)
         assert "is not there" in err
 
 
@@ -284,10 +265,9 @@ def test_a_newer_format_is_refused(call, tmp_path):
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | {"format": 9}))
     (path / "SHA256SUMS").unlink()
-    for verb in ("inspect", "verify"):
-        status, out, err = call(verb, path)
-        assert (status in (2, 4), verb) == (True, verb)
-        assert "has format 9" in out + err and "jfsdp that wrote it" in out + err
+    for verb, status in (("inspect", 2), ("verify", 4)):
+        said = "".join(call(verb, path, status=status))
+        assert "has format 9" in said and "jfsdp that wrote it" in said
 
 
 def test_a_damaged_checkpoint_is_neither_converted_nor_exported(call, step, tmp_path):
@@ -295,9 +275,9 @@ def test_a_damaged_checkpoint_is_neither_converted_nor_exported(call, step, tmp_
     for part in ("params", "opt_state"):
         flip(tmp_path / "bad" / "arrays" / part)
     for verb in ("convert", "export"):
-        status, out, err = call(verb, tmp_path / "bad", tmp_path / "out")
+        out, err = call(verb, tmp_path / "bad", tmp_path / "out", status=4)
         error = err.splitlines()[-1]
-        assert (status, out) == (4, "")
+        assert out == ""
         assert "is damaged: arrays/" in error and "SHA-256 differs" in error
         assert not (tmp_path / "out").exists()
 
@@ -339,11 +319,11 @@ def test_bad_arguments_have_status_2_and_say_what_to_do(line, message, call, run
     if "PT" in args:
         torch.save({"model.extra": torch.ones(2)}, tmp_path / "other.pt")
     if "HF" in args:
-        assert call("export", step, tmp_path / "hf")[0] == 0
+        call("export", step, tmp_path / "hf")
     paths = {"STEP": step, "RUN": run, "OUT": tmp_path / "out", "INSIDE": step / "inside", "THERE": tmp_path / "there"}
     paths |= {"HF": tmp_path / "hf", "EMPTY": tmp_path / "empty", "PT": tmp_path / "other.pt"}
-    status, out, err = call(*(paths.get(arg, arg) for arg in args))
-    assert (status, out) == (2, "")
+    out, err = call(*(paths.get(arg, arg) for arg in args), status=2)
+    assert out == ""
     error = err[err.index("jfsdp: error:") :]
     assert message in error
     assert "Traceback" not in err

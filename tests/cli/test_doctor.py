@@ -5,6 +5,7 @@ import json
 import pytest
 
 from jfsdp.cli import main
+from tests.cli.refused import refused
 from tests.refusals import check_facts
 
 
@@ -52,5 +53,4 @@ def test_one_process_alone_is_examined_as_a_run_of_several(capsys, tmp_path):
 
 @pytest.mark.parametrize("option", [["--mesh", "fsdp=8"], ["--run-dir", "."], ["--timeout", "60"]])
 def test_what_is_for_several_processes_is_refused_without_them(option, capsys):
-    assert main(["doctor", *option]) == 2
-    check_facts(capsys.readouterr().err, option[0], "--processes")
+    check_facts(refused(capsys, "doctor", *option), option[0], "--processes")

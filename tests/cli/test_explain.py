@@ -12,6 +12,7 @@ import pytest
 
 import jfsdp
 from jfsdp.cli import main
+from tests.cli.refused import refused
 from tests.refusals import check_facts
 
 TINY = ("explain", "--model", "llama-tiny")
@@ -175,13 +176,7 @@ def test_llama_405b_on_1024_devices_is_explained_in_seconds(capsys):
     ],
 )
 def test_bad_input_ends_with_status_2_and_one_line(capsys, factory, args, facts):
-    """Run a command that must end with status 2, nothing on stdout and one line of error."""
-    assert main(["explain", *args.split()]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("jfsdp: error: ")
-    assert captured.err.count("\n") == 1
-    check_facts(captured.err, *facts)
+    check_facts(refused(capsys, "explain", *args.split()), *facts)
 
 
 def test_version_is_printed(capsys):

@@ -16,6 +16,7 @@ from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.jobs import plan_job
 from jfsdp.plan.plan import EagerComputation
 from jfsdp.trainer.options import StepOptions
+from tests.cli.refused import refused
 from tests.refusals import check_facts, refuses
 
 TINY = ("--model", "llama-tiny", "--seq-len", "128")
@@ -113,12 +114,7 @@ def test_a_recipe_gives_defaults(capsys):
     ],
 )
 def test_bad_arguments_have_status_2_and_one_line(args, message, capsys):
-    assert main(["plan", *args]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert message in captured.err
-    (line,) = captured.err.splitlines()
-    assert line.startswith("jfsdp: error: ")
+    assert message in refused(capsys, "plan", *args)
 
 
 def test_what_a_factory_raises_passes_through_and_a_wrong_type_of_its_job_is_one_line(workdir, capsys):
@@ -128,9 +124,7 @@ def test_what_a_factory_raises_passes_through_and_a_wrong_type_of_its_job_is_one
     made = "import jfsdp\n    return jfsdp.trainer.Job(name='own', seq_len='long',"
     (workdir / "typed_jobs.py").write_text(EAGER_JOB.replace("return dict(", made))
     for command in ("plan", "explain"):
-        assert main([command, "--factory", "typed_jobs:make"]) == 2
-        (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("jfsdp: error: ") and "must be a whole number" in line
+        assert "must be a whole number" in refused(capsys, command, "--factory", "typed_jobs:make")
 
 
 EAGER_JOB = """
@@ -191,8 +185,7 @@ def test_a_plan_reads_the_program_that_xla_compiles_with_tuning(tmp_path):
 def test_audit_refuses_what_is_no_scheduled_program(tmp_path, text, message, capsys):
     path = tmp_path / "program.txt"
     path.write_text(text)
-    assert main(["audit", str(path), *TINY]) == 2
-    assert message in capsys.readouterr().err
+    assert message in refused(capsys, "audit", path, *TINY)
 
 
 @pytest.mark.proof
