@@ -15,44 +15,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
-from flax import nnx
 
 import jfsdp
+from tests.checkpoint.test_damage import TX, model, state_of
 from tests.refusals import refuses
-from tests.sharding import fully_shard
 from tests.thin import thin
-
-TX = optax.sgd(1e-3)
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs):
-        self.weight = nnx.Param(jax.random.normal(rngs.params(), (16, 13)))
-
-
-@functools.cache
-def model() -> jfsdp.ShardedModel:
-    return fully_shard(Net, mesh=jfsdp.make_mesh(), min_size=8)
-
-
-@functools.cache
-def first_state() -> jfsdp.TrainState:
-    return model().init(TX)
-
-
-def state_of(step: int) -> jfsdp.TrainState:
-    """A state whose weights say which step it is."""
-    first = first_state()
-    weight = jax.device_put(jnp.full((16, 13), float(step)), first.params["weight"].sharding)
-    return jfsdp.TrainState(**{**vars(first), "params": {"weight": weight}, "step": first.step + step})
 
 
 def step_of(state: jfsdp.TrainState) -> int:
-    """Which step a state says it is; every weight must agree."""
-    weight = np.asarray(state.params["weight"])
-    assert weight.min() == weight.max() == float(state.step)
+    """Which step a state says it is; its weights must agree."""
+    np.testing.assert_array_equal(state.params["weight"], state_of(int(state.step)).params["weight"])
     return int(state.step)
 
 
@@ -84,7 +57,7 @@ def test_the_newest_steps_are_kept_listed_in_order_and_restored_with_their_extra
     run.save(state_of(100).step, state_of(100), extra=extra)
     run.wait()
     assert (run.steps(), run.latest()) == ([20, 100], 100)
-    state, found = run.restore(first_state())
+    state, found = run.restore(state_of(0))
     assert (step_of(state), found) == (100, extra)
     state, found = run.restore(model().abstract_state(TX), step=20)
     assert (step_of(state), found) == (20, None)
@@ -96,15 +69,18 @@ def test_the_newest_steps_are_kept_listed_in_order_and_restored_with_their_extra
 
 def test_a_step_is_written_from_the_values_at_the_time_of_the_call(checkpoints):
     """The training step donates its state, so the buffers are overwritten while the writing threads are at work."""
-    run = checkpoints(keep=None)
+    run, first = checkpoints(keep=None), np.asarray(state_of(1).params["weight"])
     state = jax.tree.map(jnp.copy, state_of(1))
     increment = jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)
     for step in range(1, 6):
         run.save(step, state)
         state = increment(state)
-    assert step_of(run.restore(first_state())[0]) == 5, "the one just saved, though it is still being written"
+    assert int(run.restore(state_of(0))[0].step) == 5, "the one just saved, though it is still being written"
     run.wait()
-    assert [step_of(run.restore(first_state(), step=step)[0]) for step in range(1, 6)] == [1, 2, 3, 4, 5]
+    for step in range(1, 6):
+        found = run.restore(state_of(0), step=step)[0]
+        assert int(found.step) == step
+        np.testing.assert_allclose(found.params["weight"], first + (step - 1), rtol=1e-5)
 
 
 def test_a_step_that_is_being_written_is_counted_in_bytes_and_not_listed_yet(checkpoints, monkeypatch):
@@ -114,7 +90,7 @@ def test_a_step_that_is_being_written_is_counted_in_bytes_and_not_listed_yet(che
 
     def watched(source: Any, target: Any, *args: Any, **kwargs: Any) -> None:
         if Path(target).parent == run.directory:
-            seen.append((Path(target).name, run.steps(), run.num_bytes() > 16 * 13 * 4))
+            seen.append((Path(target).name, run.steps(), run.num_bytes() > 40 * 33 * 4))
         rename(source, target, *args, **kwargs)
 
     monkeypatch.setattr(os, "rename", watched)
@@ -137,11 +113,11 @@ def test_a_step_that_is_there_or_older_or_no_number_is_refused_and_nothing_is_de
         error = TypeError if facts is number else ValueError
         refuses(functools.partial(run.save, step, state_of(1)), *facts, error=error)
     assert run.steps() == [20, 30] and len(list(run.directory.iterdir())) == 3, "nothing is written where nobody looks"
-    assert step_of(run.restore(first_state())[0]) == 30
+    assert step_of(run.restore(state_of(0))[0]) == 30
 
 
 def test_what_is_no_state_and_no_metric_is_refused(checkpoints, tmp_path):
-    run, taken = checkpoints(), state_of(1)
+    run, taken = checkpoints(), jax.tree.map(jnp.copy, state_of(1))
     for value in ("low", None, jnp.ones(2)):
         wrong = {"loss": 1, "eval_loss": value}
         refuses(lambda wrong=wrong: run.save(1, state_of(1), metrics=wrong), "metrics:", "'eval_loss'")
@@ -156,9 +132,9 @@ def test_what_is_no_state_and_no_metric_is_refused(checkpoints, tmp_path):
 
 def test_a_step_that_is_not_there_lists_those_that_are(checkpoints):
     run = checkpoints()
-    refuses(lambda: run.restore(first_state()), "run: holds no complete step yet")
+    refuses(lambda: run.restore(state_of(0)), "run: holds no complete step yet")
     save_steps(run, 1, 2)
-    refuses(lambda: run.restore(first_state(), step=3), "run:", "step 3", "1", "2")
+    refuses(lambda: run.restore(state_of(0), step=3), "run:", "step 3", "1", "2")
 
 
 def test_a_full_disk_is_told_in_bytes_and_leaves_earlier_steps_and_the_run_usable(checkpoints, monkeypatch):
@@ -170,13 +146,13 @@ def test_a_full_disk_is_told_in_bytes_and_leaves_earlier_steps_and_the_run_usabl
     assert isinstance(error, OSError) and error.errno == errno.ENOSPC
     assert run.steps() == [1]
     save_steps(run, 3)
-    assert run.steps() == [3] and step_of(run.restore(first_state())[0]) == 3
+    assert run.steps() == [3] and step_of(run.restore(state_of(0))[0]) == 3
 
 
 # What the interrupted process runs: it saves step after step until it is killed.
 ENDLESS = """
 import itertools, sys
-from tests.checkpoint.test_manager import jfsdp, state_of
+from tests.checkpoint.test_damage import jfsdp, state_of
 
 run = jfsdp.checkpoint.Checkpointer(sys.argv[1], keep=3)
 for step in itertools.count(1):
@@ -217,7 +193,7 @@ def test_kill_in_the_middle_of_saves_leaves_only_steps_that_restore(delay_s, tmp
     steps = run.steps()
     assert steps
     for step in steps:
-        state, extra = run.restore(first_state(), step=step)
+        state, extra = run.restore(state_of(0), step=step)
         assert (step_of(state), extra) == (step, {"position": step})
     save_steps(run, steps[-1] + 10)
     assert run.latest() == steps[-1] + 10

@@ -160,17 +160,6 @@ def test_a_split_mesh_has_the_same_devices_in_the_same_order():
     assert split_mesh(mesh, {}) is mesh
 
 
-def test_specs_name_the_axes_of_the_mesh_that_they_are_for():
-    mesh = make_mesh(replica=2, fsdp=4)
-    layout = make_table(LEAVES, "all", reshard=2)
-    leaf, parts = layout.by_path["block.w"], split_mesh(mesh, layout.sub_axes)
-    for stage in ("param", "use", "grad", "opt"):
-        on_parts, on_whole = layout.sharding(parts, leaf, stage), layout.sharding(mesh, leaf, stage)
-        axes = (None, None) if stage == "use" else (("replica", "fsdp_0", "fsdp_1"), ("replica", "fsdp"))
-        assert (on_parts.spec, on_whole.spec) == (P(axes[0], None), P(axes[1], None))
-        assert on_parts.is_equivalent_to(on_whole, 2)  # the same part on every device
-
-
 def test_what_is_kept_is_repeated_over_the_far_devices_and_split_over_the_near():
     mesh = make_mesh(fsdp=8)
     layout = make_table(LEAVES, "full_shard", mesh, reshard=2)

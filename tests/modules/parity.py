@@ -120,7 +120,7 @@ def check_linen(module, example, call, batch, units, *, loss=None, steps=2, muta
     Args:
       call: `f(apply, batch) -> scalar`; `apply` takes the arguments of `module.apply` after the variables. For the
         sharded model it is the model itself, for the plain one it applies the module to its variables, under the rng
-        key that the rule of LinenModel says, and keeps the collections in `mutable`.
+        key that the rule of LinenModel says, and keeps the collections in `mutable`; asked for others, it returns them.
     """
     model = fully_shard((module, example), units=units, min_size=1, **options)
     state = model.init(TX)
@@ -134,11 +134,11 @@ def check_linen(module, example, call, batch, units, *, loss=None, steps=2, muta
             kept, calls = dict(variables), [count]
 
             def apply(*args, **kwargs):
-                kwargs.setdefault("rngs", jax.random.fold_in(jax.random.key(0), calls[0]))
+                kwargs = {"rngs": jax.random.fold_in(jax.random.key(0), calls[0]), "mutable": list(mutable)} | kwargs
                 calls[0] += 1
-                out, new = module.apply({"params": params, **kept}, *args, mutable=list(mutable), **kwargs)
-                kept.update(new)
-                return out
+                out, new = module.apply({"params": params, **kept}, *args, **kwargs)
+                kept.update({name: new[name] for name in mutable})
+                return (out, new) if kwargs["mutable"] != list(mutable) else out
 
             return call(apply, batch), (kept, calls[0])
 

@@ -5,6 +5,7 @@ import functools
 import importlib
 import json
 import math
+import pathlib
 import shutil
 from typing import Any
 
@@ -144,13 +145,9 @@ def test_logits_in_and_out_equal_those_of_transformers(checkpoint, tmp_path, nam
     config = config_json(job.pretrained, job.config, job.seq_len)
     written = export_safetensors(source, tmp_path / "out", job.pretrained, config=config)
     assert written.num_arrays == len(SafetensorsSource(directory).arrays)
-    assert_same_arrays(directory, tmp_path / "out")
+    assert_same_leaves(directory, tmp_path / "out")
     if stacked:  # the listed one has written the same files
         assert np.array_equal(logits_of(load(tmp_path / "out")), reference)
-
-
-def assert_same_arrays(first, second):
-    assert_same_bits(arrays_of(SafetensorsSource(first)), arrays_of(SafetensorsSource(second)))
 
 
 ROPE = {
@@ -197,7 +194,7 @@ def test_an_export_keeps_the_length_that_a_dynamic_rope_was_made_for(tmp_path, c
     assert main(["checkpoint", "export", str(ours), str(again), "--max-length", "99"]) == 2
     assert "max_position_embeddings=16" in capsys.readouterr().err
     assert main(["checkpoint", "export", str(ours), str(again)]) == 0
-    assert_same_arrays(theirs, again)
+    assert_same_leaves(theirs, again)
 
 
 def test_an_export_in_half_precision_is_what_transformers_casts_to(checkpoint, tmp_path):
@@ -210,15 +207,16 @@ def test_an_export_in_half_precision_is_what_transformers_casts_to(checkpoint, t
     assert all(torch.equal(weight, theirs[name]) for name, weight in model.state_dict().items())
 
 
+def assert_same_leaves(*sources):
+    """Compare sources, or directories of safetensors."""
+    assert_same_bits(*(arrays_of(SafetensorsSource(x) if isinstance(x, pathlib.Path) else x) for x in sources))
+
+
 def save_torch(weights, directory):
     import safetensors.torch
 
     weights = {name: weight.contiguous().clone() for name, weight in weights.items()}
     safetensors.torch.save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
-
-
-def assert_same_leaves(one, other):
-    assert_same_bits(arrays_of(one), arrays_of(other))
 
 
 def test_a_tied_checkpoint_may_hold_its_head_if_it_is_the_embedding(checkpoint, tmp_path):
