@@ -37,7 +37,7 @@ ELSEWHERE = {
     "eval_steps": "--eval-every",
     "fp16": "--param-dtype float16",
     "fsdp": "--strategy full_shard",
-    "gpus": "--mesh in runs, --nodes and --gpus-per-node in plans",
+    "gpus": "--mesh fsdp=-1 in runs, --nodes and --gpus-per-node in plans",
     "gradient_accumulation_steps": "--accumulate",
     "gradient_checkpointing": "--remat full",
     "logging_steps": "--log-every",
