@@ -8,18 +8,14 @@ import dataclasses
 import pathlib
 import re
 
-import tyro
-from tyro.constructors import ConstructorRegistry, StructTypeInfo
-
-from jfsdp.trainer.help_groups import groups_of
+from jfsdp.trainer.help_groups import groups_of, help_of
 from jfsdp.trainer.parse import write
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.resume_rules import RULES, options_of
 
 PAGE = pathlib.Path(__file__).with_name("options.md")
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
-SPEC = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(TrainConfig, tyro.MISSING_NONPROP, False))
-HELP = {one.name: (one.helptext() if callable(one.helptext) else one.helptext) or "" for one in SPEC.fields}  # type: ignore[union-attr]
+HELP = help_of(TrainConfig)
 
 
 def render(page: str) -> str:

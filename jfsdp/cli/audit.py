@@ -25,7 +25,7 @@ class AuditProgram(StepOptions):
 
     hlo: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FILE")]] = ""
     """The scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one."""
-    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = option("none", "most used")
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.toml")] = option("none", "most used")
     """A recipe of scripts/train.py as defaults, which any other option overrides."""
     gpus_per_node: Count = option(8, "audit", least=1)
     """GPUs of each machine; tells which bytes cross machines."""

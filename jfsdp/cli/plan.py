@@ -31,7 +31,7 @@ class PlanJob(StepOptions):
     decide the step. Exit status: 0 fits, 3 does not fit, 2 bad arguments, 1 failure.
     """
 
-    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = option("none", "most used")
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.toml")] = option("none", "most used")
     """A recipe of scripts/train.py as defaults, which any other option overrides."""
     gpu: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.toml")] = option("h100", "cluster")
     """The GPU, such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all.
@@ -64,8 +64,9 @@ class PlanJob(StepOptions):
     """Also change strategy, mesh, remat, batch and XLA's options, to find what fits and is predicted fastest."""
     budget: Real = option(900.0, "search", least=0)
     """Seconds that --search may take."""
-    write_recipe: Annotated[str | None, optional(str, "FILE.json")] = option(None, "search")
-    """With --search: write the fastest that fits as a recipe for scripts/train.py."""
+    write_recipe: Annotated[str | None, optional(str, "FILE.toml")] = option(None, "output")
+    """Write the options as a recipe for scripts/train.py; with --search those of the fastest that fits. FILE.json
+    writes JSON."""
     analytic: bool = option(False, "output")
     """Do not compile: state, bytes by formula and a roofline only. Works without a compiler."""
     json: bool = option(False, "output")
@@ -104,7 +105,6 @@ class PlanJob(StepOptions):
             f"--tokens {self.tokens}: must be a positive number, such as 1e12": not 0 <= self.tokens < math.inf,
             "--tokens goes with a plan of one program: without --search, --analytic and --inference": self.tokens
             and (self.search or self.analytic or self.inference),
-            "--write-recipe goes with --search": self.write_recipe and not self.search,
             "--search compiles, and --analytic does not; give one of them": self.search and self.analytic,
             f"{of_program} goes with a plan of one program: without --search and --analytic": of_program
             and (self.search or self.analytic),
@@ -117,7 +117,7 @@ class PlanJob(StepOptions):
             if is_refused:
                 raise ValueError(message)
         written = {
-            "--write-recipe": (self.write_recipe, (".json",)),
+            "--write-recipe": (self.write_recipe, (".toml", ".json")),
             "--timeline": (self.timeline, ENDINGS),
             "--dump-hlo": (self.dump_hlo, ()),
         }
@@ -133,6 +133,7 @@ class PlanJob(StepOptions):
     def _plan(self, cluster: Cluster, **more: Any) -> int:
         from jfsdp.plan.advice import advise_job
         from jfsdp.plan.jobs import plan_job
+        from jfsdp.plan.search.space import changes
         from jfsdp.plan.time.chart import plot_timeline
 
         with progress(quiet=self.json) as tell:
@@ -144,6 +145,7 @@ class PlanJob(StepOptions):
         training = (
             plan.train(self.tokens, self.checkpoint_every, self.checkpoint_bandwidth * GB) if self.tokens else None
         )
+        self._write_recipe(self._base() | changes(self._step_options(), StepOptions()))
         advice = advise_job(self, cluster, plan.limit_bytes, plan)
         found = plan.to_dict() | _plain(advice) | ({"training": dataclasses.asdict(training)} if training else {})
         return self._tell(found, lambda: print_plan(plan, advice, training, verbose=self.verbose), fits=plan.fits)
@@ -155,18 +157,31 @@ class PlanJob(StepOptions):
             plan = plan_inference(self, cluster, self.batch_per_device, self.seq_len, reserve_bytes, on_progress=tell)
         return self._tell(plan.to_dict(), lambda: print_inference(plan), fits=plan.fits)
 
-    def _search(self, cluster: Cluster, **more: Any) -> int:
-        from jfsdp.plan.search.search import search_job
+    def _step_options(self) -> StepOptions:
+        return StepOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)})
+
+    def _base(self) -> dict[str, Any]:
+        """Return the options of the given recipe, also those that no plan depends on."""
         from jfsdp.trainer.recipes import read_recipe
 
-        options = StepOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)})
+        return {name: value for name, value in read_recipe(self.recipe).items() if name != "recipe"}
+
+    def _write_recipe(self, fields: dict[str, Any]) -> None:
+        from jfsdp.trainer.recipes import write_recipe
+        from jfsdp.trainer.run.config import TrainConfig
+
+        if self.write_recipe:
+            write_recipe(self.write_recipe, fields, TrainConfig)
+
+    def _search(self, cluster: Cluster, **more: Any) -> int:
+        from jfsdp.plan.search.search import search_job
+
+        options = self._step_options()
         with progress(quiet=self.json) as tell:
             search = search_job(options, cluster, **more, budget_s=self.budget, on_progress=tell)
-        base = {name: value for name, value in read_recipe(self.recipe).items() if name != "recipe"}
-        search = dataclasses.replace(search, base=base)
-        if search.best and self.write_recipe:
-            text = json.dumps(search.recipe(), indent=2) + "\n"
-            Path(self.write_recipe).expanduser().write_text(text, encoding="utf-8")
+        search = dataclasses.replace(search, base=self._base())
+        if search.best:
+            self._write_recipe(search.recipe())
         return self._tell(search.to_dict(), lambda: print_search(search), fits=search.best is not None)
 
     def _estimate(self, cluster: Cluster, reserve_bytes: int) -> int:

@@ -86,6 +86,13 @@ def read_command(kind: Any, args: Sequence[str], *, default: Any = tyro.MISSING_
     return kind(**read_fields(kind, given))
 
 
+def help_of(kind: Any) -> dict[str, str]:
+    """Return the help of a command's options by field, as it stands in the dataclass."""
+    spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, tyro.MISSING_NONPROP, False))
+    assert isinstance(spec, StructConstructorSpec), kind
+    return {one.name: (one.helptext() if callable(one.helptext) else one.helptext) or "" for one in spec.fields}
+
+
 def show_groups(kind: Any) -> ConstructorRegistry:
     """Return the rule by which `tyro.cli` shows a command's options in groups, and returns their texts in one dict."""
     spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, tyro.MISSING_NONPROP, False))

@@ -1,17 +1,23 @@
-"""Recipes: named defaults of the training script and of plans. Packages offer them as plain dicts; files are JSON."""
+"""Recipes: named defaults of the training script and of plans. Packages offer them as plain dicts; files are TOML or
+JSON.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 from jfsdp.arguments import did_you_mean
+from jfsdp.trainer.help_groups import help_of
 from jfsdp.trainer.option_errors import REMOVED
-from jfsdp.trainer.parse import read_fields
+from jfsdp.trainer.parse import read_fields, write
 
 ENTRY_POINT_GROUP = "jfsdp.recipes"
 NO_RECIPE = "none"
@@ -24,34 +30,60 @@ def recipe_names() -> list[str]:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """Return a recipe as fields of `TrainConfig`: by name, or from a JSON file (`*.json`). "none" has no fields.
+    """Return a recipe as fields of `TrainConfig`: by name, or from a file (`*.toml`, `*.json`). "none" has no fields.
 
     Raises:
-      ValueError: for a name that no installed package offers, and a file that is no JSON object.
+      ValueError: for a name that no installed package offers, and a file that has no options.
     """
     if name == NO_RECIPE:
         return {}
-    if name.endswith(".json"):
+    if name.endswith((".toml", ".json")):
         return {**_read_file(name), "recipe": name}
     points = [point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
     if not points:
         raise ValueError(
             f"recipe {name!r} is unknown{did_you_mean(name, recipe_names())}; the recipes are "
-            f"{', '.join([NO_RECIPE, *recipe_names()])}, or a file *.json"
+            f"{', '.join([NO_RECIPE, *recipe_names()])}, or a file *.toml or *.json"
         )
     return {**points[0].load()[name], "recipe": name}
 
 
 def _read_file(path: str) -> Mapping[str, Any]:
     try:
-        fields = json.loads(Path(path).expanduser().read_text(encoding="utf-8"))
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+        fields = tomllib.loads(text) if path.endswith(".toml") else json.loads(text)
     except OSError as error:
-        raise ValueError(f"recipe {path!r}: cannot be read ({error.strerror}); name a file *.json") from error
+        raise ValueError(f"recipe {path!r}: cannot be read ({error.strerror}); name a file *.toml or *.json") from error
     except ValueError as error:
-        raise ValueError(f"recipe {path!r}: is not JSON: {error}; write one object of options") from error
+        kind = Path(path).suffix[1:].upper()
+        raise ValueError(f"recipe {path!r}: is not {kind}: {error}; write one option per key") from error
     if not isinstance(fields, dict):
         raise ValueError(f"recipe {path!r}: must be a JSON object of options, not {type(fields).__name__}")
     return fields
+
+
+def write_recipe(path: str, fields: Mapping[str, Any], kind: type) -> None:
+    """Write a recipe: as TOML, each option under the first sentence of its help, or as JSON (`*.json`).
+
+    Args:
+      fields: values by option; None is left to the default.
+      kind: the dataclass of the options.
+    """
+    text = json.dumps(fields, indent=2) + "\n"
+    if not path.endswith(".json"):
+        first = {name: re.split(r"\.(?:\s|$)", help)[0].replace("\n", " ") for name, help in help_of(kind).items()}
+        given = {name: value for name, value in fields.items() if value is not None}
+        text = "\n".join(f"# {first[name]}.\n{name} = {_toml(kind, name, value)}\n" for name, value in given.items())
+    Path(path).expanduser().write_text(text, encoding="utf-8")
+
+
+def _toml(kind: type, name: str, value: Any) -> str:
+    """Write a value: several as the text of the command line, or as a text for each, where that means the same."""
+    for text in (write(value), [write((item,)) for item in value]) if isinstance(value, tuple) else ():
+        with contextlib.suppress(TypeError, ValueError):
+            if read_fields(kind, {name: text})[name] == value:
+                return json.dumps(text)
+    return json.dumps(value)
 
 
 def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozenset()) -> Options:

@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jfsdp.trainer.help_groups import read_command
 from jfsdp.trainer.option_errors import ELSEWHERE, check_known
 from jfsdp.trainer.options import ShardingOptions
 from jfsdp.trainer.parse import write
-from jfsdp.trainer.recipes import load_recipe, option_value
+from jfsdp.trainer.recipes import load_recipe, option_value, write_recipe
 from jfsdp.trainer.run.config import TrainConfig
 from tests.options import made
 from tests.refusals import refuses
@@ -232,6 +233,18 @@ def _recipe(tmp_path, **fields):
 )
 def test_a_recipe_with_values_that_no_command_takes_is_refused_by_option(fields, words, tmp_path):
     refuses(lambda: load_recipe(TrainConfig(), _recipe(tmp_path, **fields)), "recipe.json", *words)
+
+
+@pytest.mark.parametrize("ending", ["toml", "json"])
+def test_a_written_recipe_is_read_as_the_same_options(ending, tmp_path):
+    changed = {name: made(TrainConfig, **{name: text}) for name, text in TEXTS.items()}
+    fields = {name: getattr(config, name) for name, config in changed.items()}
+    fields |= {"model": 'a "name" with \\', "steps": 7, "learning_rate": 1e-20, "skip_nonfinite": True, "program": None}
+    write_recipe(path := str(tmp_path / f"mine.{ending}"), fields, TrainConfig)
+    found = load_recipe(TrainConfig(), path)
+    assert {name: getattr(found, name) for name in fields} == fields
+    if ending == "toml":
+        assert Path(path).read_text().count("# ") == len(fields) - 1  # all but `program`, which has no value
 
 
 def test_of_two_values_the_last_counts_and_xla_takes_texts():

@@ -10,6 +10,7 @@ import optax
 
 from jfsdp.arguments import check_call
 from jfsdp.engine.options import check_options
+from jfsdp.extras import MissingExtra, need
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import make_mesh, num_data_shards
 from jfsdp.train.sharded import ShardedModel
@@ -85,6 +86,12 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     check_paths(config, stored)
     if config.xla:
         check_options({name: value for name, value in config.xla if value is not None})
+    for extra in ("wandb", "mlflow"):
+        if getattr(config, extra) is not None:
+            try:
+                need(extra)
+            except MissingExtra as error:
+                raise ValueError(f"--{extra}: {error}") from error
     tracker = None
     if config.tracker is not None:
         tracker = load_named(config.tracker, "tracker")

@@ -16,8 +16,9 @@ from jfsdp.trainer.parse import read_profile
 class TrainConfig(StepOptions):
     """What to train, on what, where and for how long."""
 
-    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.json")] = option("none", "most used", "free")
-    """Named defaults, which any other option overrides; or a file of them, as `jfsdp plan --search` writes it."""
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.toml")] = option("none", "most used", "free")
+    """Named defaults, which any other option overrides; or a file of them, *.toml or *.json.
+    `jfsdp plan --write-recipe` writes one."""
 
     data: Annotated[str, tyro.conf.arg(metavar="PATH")] = option("stdlib", "most used", "refused", python="your loader")
     """What to train on: a directory, a glob, *.jsonl, token files *.bin, or stdlib (Python's own sources); or several
@@ -109,6 +110,14 @@ class TrainConfig(StepOptions):
     none."""
     prompt: Annotated[str, tyro.conf.arg(metavar="TEXT")] = option("", "evaluation and logging", "free")
     """How that text begins."""
+    wandb: Annotated[str | None, optional(str, "PROJECT")] = option(
+        None, "evaluation and logging", "free", python="your loop"
+    )
+    """Log to this project of Weights & Biases too; with WANDB_MODE=offline to the run's directory."""
+    mlflow: Annotated[str | None, optional(str, "EXPERIMENT")] = option(
+        None, "evaluation and logging", "free", python="your loop"
+    )
+    """Log to this experiment of MLflow too, on the server of MLFLOW_TRACKING_URI."""
     tracker: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = option(
         None, "evaluation and logging", "free", python="your loop"
     )

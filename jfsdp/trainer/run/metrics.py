@@ -1,4 +1,4 @@
-"""What a run reports about itself: throughput, MFU, memory; as JSON lines and as TensorBoard events.
+"""What a run reports about itself: throughput, MFU, memory; as JSON lines.
 
 [Note: metrics.jsonl] One line per logged step, in the order of the steps, no step twice; a resumed run goes on in the
 same file. Logged are multiples of `log_every`, steps with an evaluation, and the last one. All values are numbers
@@ -40,7 +40,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from jfsdp.extras import load
 from jfsdp.trainer.step import causal_flops, causal_keys
 
 # Dense bfloat16 FLOP/s of one device, from the vendors' datasheets, by consecutive words of its `device_kind`; the
@@ -188,25 +187,6 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
-
-
-class TensorBoard:
-    """Writes records as TensorBoard scalars under the names they have in metrics.jsonl.
-
-    Args:
-      first_step: events of an earlier start from this step on are hidden.
-    """
-
-    def __init__(self, directory: Path, first_step: int):
-        self._writer = load("tensorboardX").SummaryWriter(str(directory), purge_step=first_step)
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        for name, value in record.items():
-            if name != "step" and value is not None:
-                self._writer.add_scalar(name, value, record["step"])
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def closing(close: Callable[[], Any]) -> Callable[..., None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import time
@@ -32,9 +33,10 @@ from jfsdp.trainer.run.display import Display, accuracy, format_facts, harmless,
 from jfsdp.trainer.run.evaluate import Evaluation, make_evaluator
 from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop
-from jfsdp.trainer.run.metrics import JsonLines, TensorBoard, Throughput, closing, finite, save_loss_curve
+from jfsdp.trainer.run.metrics import JsonLines, Throughput, closing, finite, save_loss_curve
 from jfsdp.trainer.run.reference import find_reference
 from jfsdp.trainer.run.stop import StopSignal
+from jfsdp.trainer.run.trackers import Lenient, MLflow, TensorBoard, Wandb
 from jfsdp.trainer.run.weights import describe_model, leaves_out_base, load_weights, open_checkpoints, stated_by_weights
 from jfsdp.trainer.sources.source import Source, open_source
 from jfsdp.trainer.sources.tokens import PairSource, TokenSource
@@ -270,8 +272,13 @@ class Run:
                 JsonLines(self.run_dir / "metrics.jsonl"),
                 TensorBoard(self.run_dir / "tensorboard", self.first + 1),
             ]
+            described = described | {"run_dir": str(self.run_dir)}
+            for option, kind in (("wandb", Wandb), ("mlflow", MLflow)):
+                if (name := getattr(self.config, option)) is not None:
+                    begin = functools.partial(kind, name, described)
+                    writers.append(Lenient(f"--{option} {name}", begin, self.say))
             if parts.tracker is not None:
-                tracker = parts.tracker(described | {"run_dir": str(self.run_dir)})
+                tracker = parts.tracker(described)
                 if not all(callable(getattr(tracker, name, None)) for name in ("write", "close")):
                     returned = f"--tracker {self.config.tracker} returned a {type(tracker).__name__}"
                     raise ValueError(f"{returned}; return an object with write(record) and close()")
