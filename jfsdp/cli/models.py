@@ -3,15 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
+
+from jfsdp.cli.console import make_console, make_table
 
 
 @dataclasses.dataclass(frozen=True)
 class Models:
     """List the models that installed packages offer by name (entry-point group jfsdp.jobs)."""
 
-    def run(self) -> int:
-        from jfsdp.trainer.job import job_names
+    json: bool = False
+    """Print JSON."""
 
-        names = job_names()
-        print("\n".join(names) if names else "no installed package offers a model; use --factory module:function")
+    def run(self) -> int:
+        from jfsdp.modules.adapt import as_model
+        from jfsdp.trainer.job import find_job, job_names
+
+        rows = []
+        for name in job_names():
+            job = find_job(name)
+            count = sum(math.prod(x.shape) for x in as_model(job.model).params.values())
+            row = {"model": name, "parameters": count, "seq_len": job.seq_len, "vocab_size": job.vocab_size}
+            rows.append(row | {"pretrained": bool(job.pretrained)})
+        if self.json:
+            print(json.dumps(rows, indent=1))
+            return 0
+        numbers = ("parameters", "row length", "vocabulary")
+        table = make_table("model", *numbers, "reads Hugging Face weights", right=numbers)
+        for row in rows:
+            name, *sizes, is_read = row.values()
+            table.add_row(name, *(f"{size:,}" if size else "-" for size in sizes), "yes" if is_read else "no")
+        make_console().print(table if rows else "no installed package offers a model; use --factory module:function")
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,9 +90,9 @@ class Export(_ModelOptions):
     """Write the parameters of a checkpoint as safetensors, in the layout of Hugging Face, with config.json.
 
     Of a run that trained adapters (--lora): the adapters alone, in the form of PEFT; `merge` adds them to the weights.
-    Of a run the newest step is taken; the model is the one that the run says it is. A tokenizer is not written: copy
-    its files to TARGET. Exit status: 0; 2 for a wrong path or option, or values that are not finite; 4 for
-    a damaged checkpoint.
+    Of a run the newest step is taken; the model is the one that the run says it is. Files of the tokenizer, the chat
+    template and generation_config.json are copied from where the run had them. Exit status: 0; 2 for a wrong path or
+    option, or values that are not finite; 4 for a damaged checkpoint.
     """
 
     path: tyro.conf.Positional[_Path]
@@ -144,7 +145,10 @@ class Export(_ModelOptions):
                 max_shard_bytes=int(self.max_shard_gb * 1e9),
                 allow_nonfinite=self.allow_nonfinite,
             )
-        _say_written(self.json, path, written)
+        copied = _copy_beside(stored.get("config") or {}, written.directory)
+        _say_written(self.json, path, written, copied)
+        if not self.json and config is not None:
+            print(f"load it: transformers.AutoModelForCausalLM.from_pretrained({str(written.directory)!r})")
         return 0
 
     def _export_adapters(self, source: CheckpointSource, job: Job) -> int:
@@ -178,6 +182,8 @@ class Export(_ModelOptions):
             allow_nonfinite=self.allow_nonfinite,
         )
         _say_written(self.json, source.path, written)
+        if not self.json:
+            print(f"load it: peft.AutoPeftModelForCausalLM.from_pretrained({str(written.directory)!r})")
         return 0
 
 
@@ -330,8 +336,38 @@ def _config_of(options: Import, job: Job) -> dict[str, Any]:
     return named | {"pretrained": config_json(job.pretrained, job.config, seq_len, theirs)}
 
 
-def _say_written(is_json: bool, origin: Any, written: Written) -> None:
+_BESIDE = ("tokenizer*", "*token*_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
+
+
+def _copy_beside(config: dict[str, Any], target: Path) -> list[str]:
+    """Copy what a model needs besides its weights from where a run had it; return the names of the files.
+
+    Args:
+      config: of the run. Files beside its tokenizer go before those beside the weights that it began with.
+    """
+    found: dict[str, Path] = {}
+    for name in ("init_from", "tokenizer"):
+        place = Path(config.get(name) or "").expanduser()
+        if config.get(name) in (None, "byte") or not place.exists():
+            continue
+        directory = place if place.is_dir() else place.parent
+        found |= {file.name: file for glob in (*_BESIDE, "generation_config.json") for file in directory.glob(glob)}
+        if name == "tokenizer" and place.is_file():
+            found["tokenizer.json"] = place
+    template = Path(config.get("chat_template") or "").expanduser()
+    found |= {"chat_template.jinja": template} if template.is_file() else {}
+    for name, file in found.items():
+        shutil.copyfile(file, target / name)
+    if not found and config.get("tokenizer") not in (None, "byte"):
+        print(
+            f"note: the run's tokenizer {config['tokenizer']} is not there; copy its files to {target}", file=sys.stderr
+        )
+    return sorted(found)
+
+
+def _say_written(is_json: bool, origin: Any, written: Written, copied: Sequence[str] = ()) -> None:
     found = {"from": str(origin), "to": str(written.directory), "files": list(written.files)}
+    found |= {"copied": list(copied)} if copied else {}
     _say(is_json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
 
 

@@ -22,6 +22,7 @@ from jfsdp.trainer.job import load_job
 from jfsdp.trainer.options import StepOptions, shard_job
 from tests.checkpoint.arrays import Arrays
 from tests.options import config_of
+from tests.refusals import check_facts
 
 FIELDS = ("dim=16", "num_layers=2", "num_heads=2", "num_kv_heads=1", "ffn_dim=32", "vocab_size=40")
 MODEL = ("--model", "llama-tiny")
@@ -177,6 +178,22 @@ def test_what_is_exported_and_imported_is_bitwise_what_it_was(call, run, step, t
     found = json.loads(call("export", tmp_path / "back", tmp_path / "again", "--dtype", "bfloat16", "--json").out)
     assert found["arrays"] == 21
     assert found["bytes"] * 2 == sum(array.size * 4 for array in weights.arrays.values())
+
+
+def test_an_export_has_the_files_that_its_run_found_beside_weights_and_tokenizer(call, state, tmp_path):
+    for file in ("base/generation_config.json", "base/tokenizer.json", "mine/my.json", "mine/merges.txt", "base/a.bin"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text(file)
+    (tmp_path / "chat.jinja").write_text("template")
+    places = {"init_from": "base", "tokenizer": "mine/my.json", "chat_template": "chat.jinja"}
+    stated = {"model": "llama-tiny", "model_config": FIELDS} | {name: str(tmp_path / x) for name, x in places.items()}
+    jfsdp.checkpoint.save(tmp_path / "saved", state, config={"config": stated})
+    status, out, err = call("export", tmp_path / "saved", tmp_path / "out")
+    assert status == 0 and "note" not in err
+    check_facts(out, "generation_config.json", "AutoModelForCausalLM", str(tmp_path / "out"))
+    copied = {"generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == copied | {"config.json", "model.safetensors"}
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == "mine/my.json"
 
 
 @pytest.fixture
