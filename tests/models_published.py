@@ -168,7 +168,7 @@ MODELS |= {
 SMALL = tuple(MODELS)[len(PUBLISHED) :]
 MODELS |= {"llama-deep": llama(True, num_layers=6), "tower-deep": tower(True, num_layers=6)}
 # With vocabularies that an axis cuts, and images of as many tokens as it splits.
-CUT = {"llama-cut": llama(True, vocab=64), "gpt2-cut": gpt2(vocab=64), "vit-cut": vit("layer", "mean")}
+CUT = {"llama-cut": llama(True, num_layers=1, vocab=64), "gpt2-cut": gpt2(vocab=64), "vit-cut": vit("layer", "mean")}
 CUT |= {"vit-odd": vit("layer")}
 MODELS |= CUT
 

@@ -1,5 +1,8 @@
 """A small model, NNX and Linen, with the shapes that make sharding interesting, its loss, and batches for it."""
 
+import functools
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,24 +15,45 @@ import jfsdp
 VOCAB = 37  # prime: divides by no mesh
 
 
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def spread(key, shape, dtype):
+    """Numbers of unit gain that follow from the key: XLA compiles them in a fifth of the time of normal deviates."""
+    places = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
+    bits = (places ^ jax.random.key_data(key)[-1]) * jnp.uint32(2654435761)
+    return ((bits >> 8) / 2**24 - 0.5).astype(dtype) * (12 / shape[0]) ** 0.5
+
+
+def linear(dim_in, dim_out, rngs, **options):
+    return nnx.Linear(dim_in, dim_out, rngs=rngs, kernel_init=spread, **options)
+
+
 class Lookup(nnx.Module):
     """An embedding and a head: the least that tokens are trained with."""
 
     def __init__(self, rngs):
-        self.embed, self.head = nnx.Embed(VOCAB, 16, rngs=rngs), nnx.Linear(16, VOCAB, rngs=rngs)
+        self.embed, self.head = nnx.Embed(VOCAB, 16, rngs=rngs), linear(16, VOCAB, rngs)
 
     def __call__(self, tokens):
         return self.head(self.embed(tokens))
 
 
-class Block(nnx.Module):
-    def __init__(self, dim, rngs):
-        self.norm = nnx.RMSNorm(dim, rngs=rngs)
-        self.up = nnx.Linear(dim, 4 * dim, rngs=rngs)
-        self.down = nnx.Linear(4 * dim, dim, use_bias=False, rngs=rngs)
+class Scale(nnx.Module):
+    """The weight of a norm without its mean, which takes a tenth of the time that XLA takes for a step."""
+
+    def __init__(self, dim):
+        self.scale = nnx.Param(jnp.ones(dim))
 
     def __call__(self, x):
-        return x + self.down(jax.nn.silu(self.up(self.norm(x))))
+        return x * self.scale[...]
+
+
+class Block(nnx.Module):
+    def __init__(self, dim, rngs):
+        self.norm = Scale(dim)
+        self.up, self.down = linear(dim, 4 * dim, rngs), linear(4 * dim, dim, rngs, use_bias=False)
+
+    def __call__(self, x):
+        return x + self.down(nnx.relu(self.up(self.norm(x))))
 
 
 class Tower(nnx.Module):
@@ -43,7 +67,7 @@ class Tower(nnx.Module):
             self.blocks = nnx.split_rngs(splits=num_layers)(make)(rngs)
         else:
             self.blocks = nnx.List([Block(dim, rngs) for _ in range(num_layers)])
-        self.head = nnx.Linear(dim, vocab, rngs=rngs)
+        self.head = linear(dim, vocab, rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
@@ -75,6 +99,12 @@ def make_batches(num, *, rows=16, length=6, seed=0):
     return [one() for _ in range(num)]
 
 
+class LinenScale(linen.Module):
+    @linen.compact
+    def __call__(self, x):
+        return x * self.param("scale", linen.initializers.ones, x.shape[-1:])
+
+
 class LinenBlock(linen.Module):
     """The block, as `linen.scan` wants it."""
 
@@ -82,9 +112,9 @@ class LinenBlock(linen.Module):
 
     @linen.compact
     def __call__(self, x, _=None):
-        h = checkpoint_name(linen.RMSNorm(name="norm")(x), "normed")
+        h = checkpoint_name(LinenScale(name="norm")(x), "normed")
         h = checkpoint_name(linen.Dense(4 * self.dim, name="up")(h), "hidden")
-        return x + linen.Dense(self.dim, use_bias=False, name="down")(jax.nn.silu(h)), None
+        return x + linen.Dense(self.dim, use_bias=False, name="down")(linen.relu(h)), None
 
 
 class LinenTower(linen.Module):

@@ -13,7 +13,7 @@ from flax import linen, nnx, traverse_util
 
 import jfsdp
 from tests import reference
-from tests.models_small import VOCAB, make_batches, token_loss
+from tests.models_small import VOCAB, linear, make_batches, token_loss
 from tests.steps import fully_shard
 from tests.thin import thin
 
@@ -22,7 +22,7 @@ TX = optax.adam(1e-2)
 
 class Part(nnx.Module):
     def __init__(self, rngs):
-        self.linear, self.dropout = nnx.Linear(16, 16, rngs=rngs), nnx.Dropout(0.3, rngs=rngs)
+        self.linear, self.dropout = linear(16, 16, rngs), nnx.Dropout(0.3, rngs=rngs)
 
     def __call__(self, x):
         return x + self.dropout(jnp.tanh(self.linear(x)))
@@ -30,7 +30,7 @@ class Part(nnx.Module):
 
 class Net(nnx.Module):
     def __init__(self, rngs):
-        self.embed, self.head = nnx.Embed(VOCAB, 16, rngs=rngs), nnx.Linear(16, VOCAB, rngs=rngs)
+        self.embed, self.head = nnx.Embed(VOCAB, 16, rngs=rngs), linear(16, VOCAB, rngs)
         self.parts = nnx.List([Part(rngs) for _ in range(2)])
 
     def __call__(self, tokens):

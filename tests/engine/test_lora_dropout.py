@@ -87,8 +87,8 @@ class Written:
             gain = one(f"{leaf}.lora_magnitude") / norms
             return x @ w + (gain - 1) * (seen @ w) + gain * low
 
-        h = x * jax.lax.rsqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * one("norm.scale")
-        return x + product(DOWN, jax.nn.silu(product(UP, h) + one("up.bias")))
+        h = x * one("norm.scale")
+        return x + product(DOWN, nnx.relu(product(UP, h) + one("up.bias")))
 
 
 def train_alone(model, params, key, count, batches, *, devices=0, accumulate=1):

@@ -14,7 +14,7 @@ from flax import nnx
 import jfsdp
 from jfsdp.engine.dataflow import all_eqns, inner_jaxprs, is_literal
 from tests import hlo
-from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.models_small import Block, Tower, linear, make_batches, token_loss
 from tests.refusals import refuses, refusing, warning
 from tests.steps import fully_shard
 from tests.thin import thin
@@ -41,7 +41,7 @@ class Pair(nnx.Module):
     """A unit within which another unit is called."""
 
     def __init__(self, rngs):
-        self.inner, self.outer = Block(16, rngs), nnx.Linear(16, 16, rngs=rngs)
+        self.inner, self.outer = Block(16, rngs), linear(16, 16, rngs)
 
     def __call__(self, x):
         return self.outer(self.inner(x))
@@ -175,7 +175,7 @@ def test_names_of_program_and_prefetch_are_checked():
 def test_a_model_whose_state_depends_on_the_rows_is_refused():
     class Normed(nnx.Module):
         def __init__(self, rngs):
-            self.linear, self.norm = nnx.Linear(16, 16, rngs=rngs), nnx.BatchNorm(16, rngs=rngs)
+            self.linear, self.norm = linear(16, 16, rngs), nnx.BatchNorm(16, rngs=rngs)
 
         def __call__(self, x):
             return self.norm(self.linear(x))
@@ -268,7 +268,7 @@ class Bare(nnx.Module):
     """Four matrices, of which the outer two are the root's."""
 
     def __init__(self, rngs):
-        make = lambda: nnx.Linear(64, 64, use_bias=False, rngs=rngs)  # noqa: E731
+        make = lambda: linear(64, 64, rngs, use_bias=False)  # noqa: E731
         self.first, self.last, self.layers = make(), make(), nnx.List([make(), make()])
 
     def __call__(self, x):

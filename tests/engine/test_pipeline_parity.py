@@ -31,7 +31,7 @@ class HalfLayer(nnx.Module):
         self.up, self.down = (nnx.Linear(24, 24, rngs=rngs, dtype=jnp.float16) for _ in range(2))
 
     def __call__(self, x):
-        return x + self.down(jax.nn.silu(self.up(x)))
+        return x + self.down(nnx.relu(self.up(x)))
 
 
 class Half(nnx.Module):

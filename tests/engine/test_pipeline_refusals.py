@@ -15,6 +15,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 import jfsdp
+from tests import models_small
 from tests.refusals import refuses
 from tests.steps import fully_shard
 from tests.thin import thin
@@ -33,7 +34,7 @@ def _wide():
 
 
 def linear(rngs, dim_in=DIM, dim_out=DIM):
-    return nnx.Linear(dim_in, dim_out, rngs=rngs, param_dtype=jnp.float64, dtype=jnp.float64)
+    return models_small.linear(dim_in, dim_out, rngs, param_dtype=jnp.float64, dtype=jnp.float64)
 
 
 class Layer(nnx.Module):
@@ -41,7 +42,7 @@ class Layer(nnx.Module):
         self.up, self.down = linear(rngs, DIM, 2 * DIM), linear(rngs, 2 * DIM, DIM)
 
     def __call__(self, x, beside=0.0):
-        return x + self.down(jax.nn.silu(self.up(x + beside)))
+        return x + self.down(nnx.relu(self.up(x + beside)))
 
 
 class Wider(Layer):
@@ -79,7 +80,7 @@ class Model(nnx.Module):
 
     def __init__(self, rngs, run=straight, kind: Any = Layer, layers=LAYERS):
         self.run = run
-        self.embed = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, DIM), jnp.float64))
+        self.embed = nnx.Param(4.0 * models_small.spread(rngs.params(), (VOCAB, DIM), jnp.float64))
         self.layers = stack(kind, rngs, layers)
         self.other, self.gain = linear(rngs), nnx.Param(1.1 * jnp.ones(DIM, jnp.float64))
         self.seen, self.head = nnx.Variable(jnp.zeros((), jnp.float64)), linear(rngs, DIM, VOCAB)

@@ -44,7 +44,7 @@ def split(x, *, free=U):
 
 class SplitBlock(Block):
     def __call__(self, x):
-        return x + self.down(split(jax.nn.silu(self.up(self.norm(x)))))
+        return x + self.down(split(nnx.relu(self.up(self.norm(x)))))
 
 
 class SplitTower(Tower):

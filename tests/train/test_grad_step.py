@@ -11,7 +11,7 @@ from flax import linen, nnx
 
 import jfsdp
 from tests import reference
-from tests.models_small import Block, LinenBlock, Lookup, Tower, linen_tower, make_batches, token_loss
+from tests.models_small import Block, LinenBlock, Lookup, Tower, linear, linen_tower, make_batches, token_loss
 from tests.refusals import refuses
 from tests.states import logical
 from tests.steps import fully_shard
@@ -87,8 +87,8 @@ class Gan(nnx.Module):
     """A generator and a discriminator."""
 
     def __init__(self, rngs):
-        self.generator = nnx.Sequential(nnx.Linear(4, 8, rngs=rngs), jnp.tanh, nnx.Linear(8, 3, rngs=rngs))
-        self.discriminator = nnx.Sequential(nnx.Linear(3, 8, rngs=rngs), jnp.tanh, nnx.Linear(8, 1, rngs=rngs))
+        self.generator = nnx.Sequential(linear(4, 8, rngs), jnp.tanh, linear(8, 3, rngs))
+        self.discriminator = nnx.Sequential(linear(3, 8, rngs), jnp.tanh, linear(8, 1, rngs))
 
 
 def generator_loss(model: Any, batch: Any) -> Any:

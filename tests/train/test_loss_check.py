@@ -13,7 +13,7 @@ from flax import linen, nnx
 import jfsdp
 from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.loss_check import allowed_error, same_bits
-from tests.models_small import Lookup, make_batches, token_loss
+from tests.models_small import Lookup, linear, make_batches, token_loss
 from tests.refusals import refuses, warning
 from tests.steps import fully_shard
 from tests.thin import thin
@@ -23,7 +23,7 @@ TX = optax.sgd(0.0)
 
 class Net(nnx.Module):
     def __init__(self, rngs, hidden=16):
-        self.up, self.down = nnx.Linear(8, hidden, rngs=rngs), nnx.Linear(hidden, 8, rngs=rngs)
+        self.up, self.down = linear(8, hidden, rngs), linear(hidden, 8, rngs)
 
     def __call__(self, x):
         return self.down(nnx.relu(self.up(x)))

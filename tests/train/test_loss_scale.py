@@ -1,6 +1,7 @@
 """Float16: the scale of the loss moves as it should, and training equals float32 but for rounding."""
 
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from flax import nnx
 import jfsdp
 from jfsdp.layout.loss_scale import LossScale
 from tests import reference
-from tests.models_small import Block, Tower, make_batches, token_loss
+from tests.models_small import Block, Lookup, Tower, make_batches, token_loss
 from tests.refusals import refuses
 from tests.sharding import fully_shard
 from tests.thin import thin
@@ -24,11 +25,11 @@ def tower(rngs):
     return Tower(rngs, stacked=False, num_layers=1)
 
 
-def make(strategy="full_shard", param_dtype: str | None = "float16", loss_scale: LossScale | None = None):
+def make(source: Any = Lookup, strategy="full_shard", param_dtype="float16", loss_scale: LossScale | None = None):
     return fully_shard(
-        tower,
+        source,
         strategy=strategy,
-        units=[Block],
+        units=[Block] * (source is tower),
         min_size=20,
         mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype, loss_scale=loss_scale),
     )
@@ -82,7 +83,7 @@ def test_settings_that_cannot_be_are_refused(bad):
 def test_float16_trains_like_float32(strategy, options, tmp_path):
     """And the scale is saved and restored."""
     wanted = reference.train(tower, token_loss, SGD, make_batches(4))
-    model = make(strategy, loss_scale=LossScale(initial=2.0**10))
+    model = make(tower, strategy, loss_scale=LossScale(initial=2.0**10))
     state, found = train(model, tx=SGD, **options)
     assert all(m["loss_scale"] == 2.0**10 and m["num_skipped"] == 0 for m in found)
     np.testing.assert_allclose([m["loss"] for m in found], wanted.losses, rtol=2e-3)
@@ -112,7 +113,7 @@ def test_the_scale_keeps_gradients_that_float16_does_not_hold():
 
     model, batch = make(loss_scale=LossScale(initial=2.0**16)), make_batches(1)[0]
     _, metrics = model.train_step(tiny, SGD, check_loss=False)(model.init(SGD), batch)
-    grads = nnx.jit(nnx.grad(lambda model: (loss := tiny(model, batch)).total / loss.weight))(tower(nnx.Rngs(0)))
+    grads = nnx.jit(nnx.grad(lambda model: (loss := tiny(model, batch)).total / loss.weight))(Lookup(nnx.Rngs(0)))
     np.testing.assert_allclose(metrics["grad_norm"], optax.tree.norm(grads), rtol=0.05)
 
 

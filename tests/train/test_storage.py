@@ -144,7 +144,7 @@ buffers = given(shapes=shapes, num_layers=st.none() | st.integers(1, 3), num_dev
 
 
 @buffers
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_any_leaves_come_back_from_a_buffer(shapes, num_layers, num_devices):
     check_buffers(shapes, num_layers, num_devices)
 
