@@ -22,7 +22,7 @@ from tests import reference, states
 from tests.engine import test_tensor
 from tests.engine.test_parity import LEARNING_RATE, LIMITS
 from tests.engine.test_tensor import LINEN, Listed, SplitBlock, SplitTower, check_model, make_mesh
-from tests.models_small import VOCAB, make_batches, token_loss
+from tests.models_small import VOCAB, linear, make_batches, token_loss
 from tests.pairwise import cover
 from tests.steps import fully_shard
 from tests.thin import thin
@@ -48,13 +48,14 @@ XLA, MANUAL = {"program": "xla"}, {"program": "manual"}
 FLAT, OFFLOADED = MANUAL | {"storage": "flat"}, {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}
 LAST, ONCE = {"step_options": {"sync": "last"}}, {"step_options": {"reshard_after_backward": False}}
 CASES: dict[str, Any] = {
-    "flat": ("4x2", "stacked", FLAT),
-    "listed, offloaded": ("4x2", "listed", MANUAL | OFFLOADED),
+    "flat, listed, offloaded": ("4x2", "listed", FLAT | OFFLOADED),
     "tied, reduced once": ("2x2x2", "tied", MANUAL | LAST | {"accumulate": 2}),
     "tied, four parts": ("2x4", "tied", XLA | {"strategy": "zero1"}),
     "Linen, one data shard": ("1x2", "linen", XLA),
 }
 PROOFS: dict[str, Any] = {
+    "flat": ("4x2", "stacked", FLAT),
+    "listed, offloaded": ("4x2", "listed", MANUAL | OFFLOADED),
     "flat, listed, four parts": ("2x4", "listed", FLAT),
     "flat zero1, once": ("2x2x2", "stacked", FLAT | {"strategy": "zero1"}),
     "gathered once": ("4x2", "stacked", ONCE | {"accumulate": 2}),
@@ -168,8 +169,8 @@ class Unstated(nnx.Module):
     """States nothing: XLA finds from its weights how what it computes is split."""
 
     def __init__(self, rngs):
-        self.embed, self.up = nnx.Embed(VOCAB, 16, rngs=rngs), nnx.Linear(16, 64, rngs=rngs)
-        self.down, self.head = nnx.Linear(64, 16, rngs=rngs), nnx.Linear(16, VOCAB, rngs=rngs)
+        self.embed, self.up = nnx.Embed(VOCAB, 16, rngs=rngs), linear(16, 64, rngs)
+        self.down, self.head = linear(64, 16, rngs), linear(16, VOCAB, rngs)
 
     def __call__(self, tokens):
         x = self.embed(tokens)
