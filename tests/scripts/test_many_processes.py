@@ -14,7 +14,7 @@ import pytest
 from tests.scripts.command import environment, read_metrics, write_corpus
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("--model", "llama-tiny", "--model-config", "dim=32", "num_layers=2", "ffn_dim=64", "--seq-len", "32")
+SMALL = ("--model", "llama-tiny", "--model-config", "dim=32", "num_layers=1", "ffn_dim=64", "--seq-len", "32")
 QUIET = ("--sample-tokens", "0", "--eval-batches", "1", "--log-every", "1", "--global-batch", "12")
 STRATEGIES = {
     "full_shard": ("--mesh", "fsdp=-1"),

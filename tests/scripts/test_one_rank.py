@@ -10,7 +10,9 @@ from tests.refusals import check_facts
 
 def test_a_rank_holds_its_shards_of_the_state():
     lora = (("rank", 2), ("targets", ("**.q_proj.kernel",)))
-    options = one_rank.RankOptions(model="llama-tiny", seq_len=16, steps=2, offload=("opt_state",), lora=(lora,))
+    options = one_rank.RankOptions(
+        model="llama-tiny", model_config=(("num_layers", 1),), seq_len=16, steps=2, offload=("opt_state",), lora=(lora,)
+    )
     mesh = make_mesh(fsdp=4, devices=jax.devices()[:4])
     shapes = one_rank.shard_planned(options, mesh=mesh).step.abstract_state()
     shards = [

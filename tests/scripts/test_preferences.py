@@ -9,7 +9,7 @@ import pytest
 from jfsdp.cli.commands import main
 from tests.scripts.command import read_metrics
 
-MODEL = ["--model", "llama-tiny", "--model-config", "dim=16", "num_layers=2", "ffn_dim=32", "--seq-len", 24]
+MODEL = ["--model", "llama-tiny", "--model-config", "dim=16", "num_layers=1", "ffn_dim=32", "--seq-len", 24]
 COMMON = [*MODEL, "--simulate-devices", 2, "--batch-per-device", 4, "--param-dtype", "float32", "--sample-tokens", 0]
 COMMON += ["--no-check-loss", "--remat", "none"]
 
@@ -102,7 +102,7 @@ def test_a_run_with_adapters_is_evaluated_like_its_export(workspace, tmp_path, c
 )
 def test_what_cannot_be_preferred_is_refused_before_training(workspace, tmp_path, more, expected, serve):
     if "other" in str(more) and not (workspace / "other").exists():
-        wide = ["--model-config", "dim=16", "num_layers=1", "ffn_dim=32", "--data", workspace / "answers.jsonl"]
+        wide = ["--model-config", "dim=24", "num_layers=1", "ffn_dim=32", "--data", workspace / "answers.jsonl"]
         assert serve(*COMMON, *wide, "--steps", 1, "--run-dir", workspace / "other").returncode == 0
     more = [one.format(root=workspace) for one in more]
     done = serve(*preferring(workspace, *more), "--run-dir", tmp_path / "run")

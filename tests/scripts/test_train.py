@@ -17,7 +17,7 @@ from jfsdp.launch.watch import Watch
 from jfsdp.trainer.job import load_job
 from jfsdp.trainer.run.weights import describe_model, stated_by_weights
 from tests.refusals import check_facts
-from tests.scripts.command import ROOT, TINY, read_losses, read_metrics, train, write_corpus
+from tests.scripts.command import ONE_LAYER, ROOT, read_losses, read_metrics, train, write_corpus
 
 STEPS = 60
 
@@ -33,7 +33,7 @@ def workspace(tmp_path_factory):
 @pytest.fixture(scope="module")
 def options(workspace):
     """What every run here has in common."""
-    model = ["--model", "llama-tiny", "--model-config", *TINY, "--seq-len", 32, "--batch-per-device", 2]
+    model = ["--model", "llama-tiny", "--model-config", *ONE_LAYER, "--seq-len", 32, "--batch-per-device", 2]
     data = ["--data", workspace / "corpus", "--eval-fraction", 0.1, "--eval-batches", 2]
     when = ["--steps", STEPS, "--log-every", 1, "--checkpoint-every", 20, "--keep", 0, "--learning-rate", 3e-3]
     where = ["--simulate-devices", 2, "--cache-dir", workspace / "cache"]
