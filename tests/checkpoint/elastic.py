@@ -10,11 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from flax import nnx
 from jax.experimental import multihost_utils
 
 import jfsdp
-from tests.models_small import VOCAB, make_batches, token_loss
+from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.pairwise import cover
 from tests.states import logical
 from tests.steps import fully_shard
@@ -41,38 +40,11 @@ FORMS = {"auto": {}, "manual": {"program": "manual"}, "flat": {"program": "manua
 COLUMNS = {"mesh": list(MESHES), "strategy": list(STRATEGIES), "form": list(FORMS), "layers": ["stacked", "listed"]}
 
 
-class Block(nnx.Module):
-    """As little as can be trained: these tests compile dozens of steps."""
-
-    def __init__(self, dim, rngs):
-        self.scale = nnx.Param(jnp.ones(dim))
-        self.up = nnx.Linear(dim, dim, rngs=rngs)
-
-    def __call__(self, x):
-        return x + jnp.tanh(self.up(x)) * self.scale
-
-
-class Net(nnx.Module):
-    """Embedding, blocks (stacked under a scan, or a list), head; the vocabulary is prime and divides by no mesh."""
-
-    def __init__(self, rngs, stacked, dim=12, num_layers=2):
-        self.stacked = stacked
-        self.embed = nnx.Param(jax.random.normal(rngs.params(), (VOCAB, dim)))
-        if stacked:
-            make = nnx.vmap(lambda rngs: Block(dim, rngs), in_axes=0, out_axes=0)
-            self.blocks = nnx.split_rngs(splits=num_layers)(make)(rngs)
-        else:
-            self.blocks = nnx.List([Block(dim, rngs) for _ in range(num_layers)])
-        self.head = nnx.Linear(dim, VOCAB, rngs=rngs)
-
-    def __call__(self, tokens):
-        x = self.embed[...][tokens]
-        if self.stacked:
-            x = nnx.scan(lambda x, block: block(x), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.blocks)
-        else:
-            for block in self.blocks:  # pyright: ignore[reportGeneralTypeIssues]
-                x = block(x)
-        return self.head(x)
+def net(rngs, stacked):
+    """As little as can be trained: these tests compile dozens of steps. The vocabulary divides by no mesh."""
+    tower = Tower(rngs, stacked, dim=12, num_layers=2)
+    tower.embed.dtype = None  # that of its weight in use: a scan wants one dtype
+    return tower
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +81,7 @@ CHAIN = [
 def model(setting: Setting) -> jfsdp.ShardedModel:
     sizes = MESHES[setting.mesh]
     mesh = jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
-    source = functools.partial(Net, stacked=setting.layers == "stacked")
+    source = functools.partial(net, stacked=setting.layers == "stacked")
     options: dict[str, Any] = {**STRATEGIES[setting.strategy], **FORMS[setting.form]}
     return fully_shard(source, mesh=mesh, strategy=WAYS[setting.strategy], units=[Block], min_size=20, **options)
 

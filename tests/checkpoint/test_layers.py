@@ -5,41 +5,21 @@ import itertools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import optax
 import pytest
-from flax import linen as nn
 from flax import nnx
 
 import jfsdp
-from tests.checkpoint.elastic import Net, lived_in
+from tests.checkpoint.elastic import lived_in
+from tests.models_small import Tower, linen_tower
 from tests.pairwise import cover
 from tests.refusals import refuses
 from tests.states import logical
 from tests.steps import fully_shard
 
-DIM, LAYERS = 12, 2
+LAYERS = 2
 OPTIMIZERS = {"adam": optax.adam(1e-3), "adafactor": optax.adafactor(1e-3, min_dim_size_to_factor=8, momentum=0.9)}
 STORAGES: dict[str, dict[str, Any]] = {"by leaf": {}, "flat": {"program": "manual", "storage": "flat"}}
-
-
-class Layer(nn.Module):
-    @nn.compact
-    def __call__(self, x, _):
-        return x + nn.Dense(DIM, name="up")(x), None
-
-
-class LinenNet(nn.Module):
-    stacked: bool
-
-    @nn.compact
-    def __call__(self, x):
-        if self.stacked:
-            stack = nn.scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, length=LAYERS)
-            return stack(name="h")(x, None)[0]
-        for number in range(LAYERS):
-            x, _ = Layer(name=f"h_{number}")(x, None)
-        return x
 
 
 def four() -> jax.sharding.Mesh:
@@ -48,10 +28,8 @@ def four() -> jax.sharding.Mesh:
 
 @functools.cache
 def model(api: str, stacked: bool, storage: str) -> jfsdp.ShardedModel:
-    example = (jax.ShapeDtypeStruct((8, DIM), jnp.float32),)
-    source: Any = (LinenNet(stacked), example)
-    if api == "nnx":
-        source = functools.partial(Net, stacked=stacked, dim=DIM, num_layers=LAYERS)
+    nnx_tower: Any = functools.partial(Tower, stacked=stacked, num_layers=LAYERS)
+    source = nnx_tower if api == "nnx" else linen_tower(stacked, LAYERS)
     return fully_shard(source, mesh=four(), min_size=8, **STORAGES[storage])
 
 
@@ -71,18 +49,17 @@ def test_every_layer_is_found_in_the_other_form(api, optimizer, stacked, storage
     found = logical(jfsdp.checkpoint.restore(tmp_path / "c", like=model(api, not stacked, storage).abstract_state(tx)))
     given = logical(state)
     stacks, lists = (given, found) if stacked else (found, given)
-    layers = "blocks" if api == "nnx" else "h"
     seen = set()
     for name, value in stacks.items():
-        if f".{layers}." not in name:
+        if ".blocks." not in name:
             assert value.tobytes() == lists[name].tobytes(), name
             continue
         for number in range(LAYERS):
-            member = name.replace(f".{layers}.", f".{layers}{mark}{number}.")
+            member = name.replace(".blocks.", f".blocks{mark}{number}.")
             row = value if value.shape == (1,) == lists[member].shape else value[number]
             assert row.shape == lists[member].shape and row.tobytes() == lists[member].tobytes(), member
             seen.add(member)
-    assert {name for name in lists if f".{layers}{mark}" in name} == seen and seen
+    assert {name for name in lists if f".blocks{mark}" in name} == seen and seen
 
 
 def test_more_or_fewer_layers_than_the_checkpoint_has_are_refused_in_either_form(tmp_path):
@@ -90,7 +67,7 @@ def test_more_or_fewer_layers_than_the_checkpoint_has_are_refused_in_either_form
     tx = OPTIMIZERS["adam"]
 
     def of(stacked, num_layers):
-        source = functools.partial(Net, stacked=stacked, dim=DIM, num_layers=num_layers)
+        source = functools.partial(Tower, stacked=stacked, num_layers=num_layers)
         return fully_shard(source, mesh=four(), min_size=8)
 
     for stacked in (False, True):
@@ -98,9 +75,9 @@ def test_more_or_fewer_layers_than_the_checkpoint_has_are_refused_in_either_form
         jfsdp.checkpoint.save(path, of(stacked, LAYERS).init(tx))
         for num in (LAYERS - 1, LAYERS + 1):
             like = of(not stacked, num).abstract_state(tx)
-            refuses(functools.partial(jfsdp.checkpoint.restore, path, like=like), "params.blocks.")
+            refuses(functools.partial(jfsdp.checkpoint.restore, path, like=like), ".mu.blocks.")
     fewer = of(False, LAYERS - 1)
-    refuses(lambda: jfsdp.checkpoint.load_pretrained(tmp_path / "c", fewer, tx), "blocks.scale")
+    refuses(lambda: jfsdp.checkpoint.load_pretrained(tmp_path / "c", fewer, tx), "blocks.norm.scale")
     chosen = jfsdp.checkpoint.restore(tmp_path / "c", like=fewer.init(tx), only="params")
     assert chosen.params.keys() == fewer.init(tx).params.keys()
 

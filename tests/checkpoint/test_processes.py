@@ -13,7 +13,8 @@ import pytest
 from jfsdp.checkpoint.disk.digest import list_files, read_digests
 from jfsdp.checkpoint.disk.files import read_manifest
 from tests.checkpoint.remote import num_elements
-from tests.processes import Processes, Raised
+from tests.launch.raised import all_raise
+from tests.processes import Processes
 
 WAYS = [("full_shard", "per_parameter"), ("HYBRID_SHARD", "per_parameter"), ("ddp", "flat")]
 HERE = "tests.checkpoint.remote"
@@ -87,12 +88,9 @@ def test_damage_stops_every_process_by_the_same_name(name, saved, processes):
     data = bytearray(whole)
     data[len(data) // 2] ^= 4
     file.write_bytes(data)
-    processes.start(f"{HERE}:restore", "full_shard", "per_parameter", str(path), False)
-    found = processes.results(timeout_s=60)
+    words = ["DamagedError: ", str(file.relative_to(path))]
+    all_raise(processes, words, f"{HERE}:restore", "full_shard", "per_parameter", str(path), False)
     file.write_bytes(whole)
-    for raised in found:
-        assert isinstance(raised, Raised) and str(raised).startswith("DamagedError: "), raised
-        assert str(file.relative_to(path)) in str(raised)
 
 
 @pytest.fixture(scope="module")
@@ -112,30 +110,23 @@ def test_each_process_gets_back_what_it_gave(begun_run, processes):
 def test_a_full_disk_in_one_process_is_an_error_in_all_and_the_run_goes_on(process, where, begun_run, processes):
     """Simulated where one of the processes writes, hashes, merges or commits; the step before stands."""
     before = max(int(path.name) for path in begun_run.glob("*") if path.name.isdigit())
-    processes.start(f"{HERE}:save_step", str(begun_run), before + 1, [process, where])
-    found = processes.results(timeout_s=60)
-    for raised in found:
-        assert isinstance(raised, Raised) and str(raised).startswith("OSError: [Errno 28]"), raised
-        assert "earlier checkpoints are untouched" in str(raised) and "it needs about" in str(raised)
+    words = ["OSError: [Errno 28]", "earlier checkpoints are untouched", "it needs about"]
+    all_raise(processes, words, f"{HERE}:save_step", str(begun_run), before + 1, [process, where])
     assert not list(begun_run.glob(f"{before + 1}*")), "the next save needs the room of what is half written"
     assert max(processes.call(f"{HERE}:save_step", str(begun_run), before + 1)[0]) == before + 1
 
 
 def test_what_one_process_cannot_write_beside_a_state_is_an_error_in_all(processes, tmp_path):
-    processes.start(f"{HERE}:save_unwritable_extra", str(tmp_path / "c"))
-    for raised in processes.results(timeout_s=60):
-        assert isinstance(raised, Raised) and "extra: Object of type set" in str(raised)
+    all_raise(processes, ["extra: Object of type set"], f"{HERE}:save_unwritable_extra", str(tmp_path / "c"))
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("place", "process"), [("documents", 0), ("documents", 1), ("digests", 1), ("array", 0)])
 def test_what_one_process_cannot_read_is_an_error_in_all(place, process, begun_run, processes):
     newest = max(int(path.name) for path in begun_run.glob("*") if path.name.isdigit())
-    processes.start(f"{HERE}:restore_unreadable", str(begun_run), place, process, newest)
-    found = processes.results(timeout_s=60)
-    for raised in found:
-        assert isinstance(raised, Raised) and str(raised).startswith("DamagedError: "), raised
-        assert "not here" in str(raised)
+    all_raise(
+        processes, ["DamagedError: ", "not here"], f"{HERE}:restore_unreadable", str(begun_run), place, process, newest
+    )
 
 
 def test_all_fall_back_where_one_process_cannot_read(processes, tmp_path):

@@ -6,7 +6,8 @@ import pytest
 
 from jfsdp.layout.mesh import make_mesh
 from tests.launch import remote
-from tests.processes import Processes, Raised
+from tests.launch.raised import all_raise
+from tests.processes import Processes
 
 HERE = "tests.launch.remote"
 
@@ -41,9 +42,7 @@ def test_node_over_interleaved_hosts_computes_what_one_device_does(processes):
     ],
 )
 def test_what_hosts_and_processes_do_not_allow_is_refused_in_every_process(processes, function, names, words):
-    processes.start(f"{HERE}:{function}", *([names] if names else []))
-    for found in processes.results():
-        assert isinstance(found, Raised) and all(text in str(found) for text in words), found
+    all_raise(processes, words, f"{HERE}:{function}", names)
 
 
 def test_rows_of_each_process_and_global_arrays_are_taken_once(processes):
@@ -62,9 +61,7 @@ def test_processes_that_tensor_spans_give_the_same_rows_and_count_as_one(process
     assert [shape for shape, *_ in found] == [[8, 8]] * 4
     assert found[0][1] == found[1][1] != found[2][1] == found[3][1]
     assert all(told == [] for *_, told in found)
-    processes.start(f"{HERE}:shard_over_tensor", "each its own")
-    for found in processes.results():
-        assert isinstance(found, Raised) and "processes 0 and 1 gave different rows" in str(found), found
+    all_raise(processes, ["processes 0 and 1 gave different rows"], f"{HERE}:shard_over_tensor", "each its own")
 
 
 def test_batches_that_do_not_fit_each_other_are_refused_in_every_process(processes):
@@ -73,15 +70,11 @@ def test_batches_that_do_not_fit_each_other_are_refused_in_every_process(process
         ("other leaves", "process 0 gives nothing"),
         ("mixed", "mixes"),
     ):
-        processes.start(f"{HERE}:shard_batch", kind)
-        for found in processes.results():
-            assert isinstance(found, Raised) and words in str(found), found
+        all_raise(processes, [words], f"{HERE}:shard_batch", kind)
 
 
 def test_an_evaluation_refuses_inputs_that_differ_between_processes(processes):
-    processes.start(f"{HERE}:evaluate", False)
-    for found in processes.results():
-        assert isinstance(found, Raised) and "shard_batch" in str(found), found
+    all_raise(processes, ["shard_batch"], f"{HERE}:evaluate", False)
     assert processes.call(f"{HERE}:evaluate", True) == [32.0] * 4
 
 

@@ -224,20 +224,23 @@ def test_a_parameter_made_by_a_call_is_refused_by_name():
     refused(model, mean_square, data(), "'layers.0'", "'made'", "__init__")
 
 
-def test_a_weight_taken_out_of_a_unit_is_refused_by_name():
-    def penalized(model, batch):
-        return mean_square(model, batch) + (model.layers[0].up.kernel[...] ** 2).sum()
+def weight(layer):
+    return layer.up.kernel[...]
 
+
+@pytest.mark.parametrize(
+    ("loss", "facts"),
+    [
+        (lambda model, x: mean_square(model, x) + weight(model.layers[0]).sum(), ["layers.0.up.kernel", "'layers.0'"]),
+        (lambda model, x: model.layers[0].up(x).mean(), ["layers.0.up.", "unit"]),
+        (lambda model, x: Block.mix(model.layers[0], x).mean(), ["layers.0.up", "module.method(x)", "Class.method"]),
+    ],
+    ids=["a weight", "a layer", "a method of the class"],
+)
+def test_what_is_taken_out_of_a_unit_is_refused_by_name(loss, facts):
     model = fully_shard(Net, units=[Block], min_size=1)
-    refused(model, penalized, data(), "layers.0.up.kernel", "'layers.0'")
-
-
-def test_a_layer_of_a_unit_called_from_outside_is_refused_by_name():
-    def reaching(model, batch):
-        return model.layers[0].up(batch).mean()
-
-    model = fully_shard(Net, units=[Block], min_size=1)
-    refused(model, reaching, data(), "layers.0.up.", "unit")
+    refused(model, loss, data(), *facts)
+    parity.trace(model, lambda model, x: model.layers[0].mix(x).mean(), data())
 
 
 def test_switches_and_static_methods_of_a_unit_are_left_alone():
@@ -396,13 +399,6 @@ def test_methods_that_are_not_plain_functions_are_gathered(monkeypatch):
     source = lambda rngs: nnx.Sequential(Methods(rngs))  # noqa: E731
     model = check_nnx(source, loss, data(), [Methods], steps=1)
     assert count_calls(monkeypatch, model, loss, data())["layers.0"] == len(METHODS)
-
-
-def test_a_method_called_on_its_class_is_refused_with_the_call_that_is_gathered():
-    model = fully_shard(Net, units=[Block], min_size=1)
-    by_class = lambda model, x: (Block.mix(model.layers[0], x) ** 2).mean()  # noqa: E731
-    refused(model, by_class, data(), "layers.0.up", "module.method(x)", "Class.method")
-    parity.trace(model, lambda model, x: (model.layers[0].mix(x) ** 2).mean(), data())
 
 
 class Normalized(nnx.Module):

@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-import jfsdp
 from jfsdp.engine.movements import movements, wire_bytes
-from jfsdp.layout.mesh import make_abstract_mesh
 from jfsdp.plan.hlo.collectives import Collective, find_collectives
 from jfsdp.plan.hlo.op_names import split_names
 from jfsdp.plan.hlo.parse import Shape, parse_module
@@ -14,7 +12,6 @@ from jfsdp.plan.traffic.attribution import group_axes
 from jfsdp.plan.traffic.audit import audit
 from jfsdp.plan.traffic.ledger import make_ledger
 from tests.plan import programs
-from tests.sharding import fully_shard
 from tests.steps import spec_of
 from tests.thin import thin
 
@@ -89,15 +86,8 @@ def test_padding_is_a_row_of_its_own():
     assert found.wire_ratio == pytest.approx(1, abs=NORMS)
 
 
-def layout(strategy="full_shard", mesh=(("fsdp", 8),), **config):
-    task = programs.job(**config)
-    return fully_shard(
-        task.model,
-        mesh=make_abstract_mesh(dict(mesh)),
-        strategy=strategy,
-        units=task.units,
-        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
-    ).layout
+def layout(strategy="full_shard", mesh=(), **config):
+    return programs.build(strategy, mesh=mesh, config=tuple(config.items())).layout
 
 
 def collective(kind, *shapes, dtype="bf16", op_name="", count=1, group=tuple(range(8))):

@@ -52,6 +52,16 @@ def fake_plan(options, cluster, *, reserve_bytes=0, documents_per_row=1):
     )
 
 
+def changing(change):
+    """Return a planner that changes what the fake one says."""
+
+    def planner(options, cluster, **more):
+        change(options, plan := fake_plan(options, cluster, **more))
+        return plan
+
+    return planner
+
+
 def search(options=TINY, cluster=NODE, space=SMALL, planner=fake_plan, **more):
     return search_job(options, cluster, space, planner=planner, **more)
 
@@ -172,11 +182,8 @@ def test_without_time_only_what_was_given_is_planned():
 def test_state_that_does_not_fit_is_not_compiled():
     planned = []
 
-    def planner(options, cluster, **more):
-        planned.append(options.strategy)
-        return fake_plan(options, cluster, **more)
-
     space = changed(ONE, strategies=("full_shard", "ddp"))
+    planner = changing(lambda options, _: planned.append(options.strategy))
     result = search(made(StepOptions, model="llama-8b"), NODE, space, planner)
     (ddp,) = [one for one in result.tried if one.options.strategy == "ddp"]
     assert planned == ["full_shard"]
@@ -184,23 +191,16 @@ def test_state_that_does_not_fit_is_not_compiled():
 
 
 def test_what_cannot_be_faster_is_not_compiled():
-    def planner(options, cluster, **more):
-        plan = fake_plan(options, cluster, **more)
-        plan.items_per_s = 1e12
-        return plan
-
-    result = search(planner=planner)
+    result = search(planner=changing(lambda _, plan: vars(plan).update(items_per_s=1e12)))
     assert not any(one.is_planned for one in result.tried[1:])
     assert all(one.reason.startswith("cannot be faster: its ") for one in result.tried[1:])
 
 
 def test_where_nothing_fits_the_least_is_named_and_what_would_help():
-    def planner(options, cluster, **more):
-        plan = fake_plan(options, cluster, **more)
+    def change(options, plan):
         plan.needed_bytes, plan.fits = plan.needed_bytes + 2**37 - 2**36 * len(options.offload), False
-        return plan
 
-    result = search(planner=planner, space=ONE)
+    result = search(planner=changing(change), space=ONE)
     assert result.best is None and result.gain is None and result.front == ()
     check_facts(result.advice, "6.0 GiB of 76.1 GiB", "offload=params,opt_state")
     assert "take more nodes" in result.advice
@@ -271,12 +271,10 @@ def test_a_search_tries_axis_tensor_and_says_which_sizes_cannot_be():
 
 
 def test_the_options_of_xla_are_chosen_for_the_mesh_that_won():
-    def planner(options, cluster, **more):
-        plan = fake_plan(options, cluster, **more)
+    def change(options, plan):
         plan.items_per_s *= 1 + ("tensor" in dict(options.mesh)) + bool(options.xla)
-        return plan
 
-    result = search(space=changed(ONE, xla=None, tensor_sizes=(2,)), planner=planner)
+    result = search(space=changed(ONE, xla=None, tensor_sizes=(2,)), planner=changing(change))
     split = changed(TINY, mesh="fsdp=-1,tensor=2", batch_per_device=2)
     wanted = set(xla_choices(split, NODE)[2][1])
     assert wanted <= {pair for one in result.tried for pair in one.options.xla}

@@ -20,6 +20,7 @@ from jfsdp.checkpoint.foreign.export import export_safetensors
 from jfsdp.checkpoint.foreign.pretrained import config_json, pretrained_fields, pretrained_source
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.cli import main
+from jfsdp.modules.adapt import as_model
 from jfsdp.trainer.job import as_job
 from jfsdp_models import gpt2, gpt2_hf, llama, llama_hf  # pyright: ignore[reportMissingImports]
 from tests.checkpoint.arrays import arrays_of, assert_same_bits
@@ -103,16 +104,6 @@ def pretrained_job(directory, name, **fields):
     return job.with_config(**pretrained_fields(directory, job.pretrained), **fields)
 
 
-def leaves_of(job) -> dict[str, Any]:
-    if isinstance(job.model, tuple):
-        module, inputs = job.model
-        variables = jax.eval_shape(module.init, jax.random.key(0), *inputs)
-        leaves: Any = traverse_util.flatten_dict(variables["params"], sep=".")
-        return leaves
-    state = nnx.state(nnx.eval_shape(lambda: job.model(nnx.Rngs(0))))
-    return {".".join(map(str, path)): leaf.get_value() for path, leaf in nnx.to_flat_state(state)}
-
-
 def our_logits(job, arrays):
     if isinstance(job.model, tuple):
         return jax.jit(job.model[0].apply)({"params": traverse_util.unflatten_dict(arrays, sep=".")}, TOKENS)
@@ -123,7 +114,7 @@ def our_logits(job, arrays):
 
 
 def open_source(directory, job, **options):
-    return pretrained_source(directory, job.pretrained, leaves_of(job), config=job.config, **options)
+    return pretrained_source(directory, job.pretrained, as_model(job.model).params, config=job.config, **options)
 
 
 def relative(ours, reference):
@@ -249,7 +240,7 @@ def test_wrappers_of_torch_and_their_prefix_are_taken_off_names_in_safetensors(c
     job = pretrained_job(directory, "llama-tied")
     assert_same_leaves(open_source(tmp_path, job), open_source(directory, job))
     save_torch({"model.norm.weight": torch.ones(32), f"{wrapper}model.norm.weight": torch.ones(32)}, tmp_path)
-    source = functools.partial(pretrained_source, tmp_path, job.pretrained, leaves_of(job))
+    source = functools.partial(pretrained_source, tmp_path, job.pretrained, as_model(job.model).params)
     refuses(source, f"{wrapper}model.norm.weight")
     # The files that OpenAI's model has on the hub: without a prefix, and with masks.
     directory, _ = checkpoint("gpt2")
@@ -292,7 +283,7 @@ def test_a_job_of_other_options_is_refused_field_by_field(checkpoint):
         ({"num_layers": 2}, ["not in the model", "model.layers.2.input_layernorm.weight"]),
         ({"qkv_bias": True}, ["missing", "layers.0.self_attn.k_proj.bias", "(layers.attn.k_proj.bias)"]),
     ):
-        leaves = leaves_of(as_job(llama.make_job(dataclasses.replace(job.config, **fields), SEQ_LEN), "other"))
+        leaves = as_model(llama.make_job(dataclasses.replace(job.config, **fields), SEQ_LEN)["model"]).params
         refuses(functools.partial(pretrained_source, directory, job.pretrained, leaves), *facts)
 
 
@@ -301,7 +292,7 @@ def test_weights_without_a_configuration_are_refused_unless_asked_for(checkpoint
     job = pretrained_job(directory, "qwen2")
     shutil.copy(directory / "model.safetensors", tmp_path)
     refuses(lambda: open_source(tmp_path / "model.safetensors", job), tmp_path, "config.json", "config=None")
-    unchecked = pretrained_source(tmp_path / "model.safetensors", job.pretrained, leaves_of(job))
+    unchecked = pretrained_source(tmp_path / "model.safetensors", job.pretrained, as_model(job.model).params)
     assert_same_leaves(unchecked, open_source(directory, job))
     (tmp_path / "config.json").write_text('{"config": {}, "decides": {}}')
     with refusing("--resume"):
