@@ -1,9 +1,8 @@
-"""A picture of a simulated schedule: what computes, what is on the wire meanwhile, what the GPU waits for."""
+"""A picture of a simulated schedule: the step, and one run of its largest loops; what computes, sends and waits."""
 
 from __future__ import annotations
 
 import dataclasses
-import string
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jfsdp.extras import load
 from jfsdp.layout.mesh import MODEL_AXES
+from jfsdp.plan.hlo.parse import Module, parse_module
 from jfsdp.plan.traffic.attribution import group_axes, is_own
 
 if TYPE_CHECKING:
@@ -30,24 +30,28 @@ COLORS = {
     "host": "tab:olive",
 }
 ENDINGS = (".png", ".svg")
-_LANES = ("compute", "wire", *MODEL_AXES, "host")
+_LANES = {"compute": "compute", "wire": "send", **{axis: axis for axis in MODEL_AXES}, "host": "host"}
 _JOINED = ("matmul", "attention", "memory")  # kinds of which neighbours are drawn as one bar
 _LEAST = 0.01  # of the step: what takes less has no panel
-_WIDTH = 11.0  # inches
-_LETTER = 0.007  # of a panel's width
-_LEGEND = 8  # entries in a row
+_ZOOMS = 2  # loops with a panel
+_WIDTH, _FONT = 7.0, 10.5  # inches and points: readable where the picture is shrunk to 400 pixels
+_LETTER = 0.01  # of the figure's width
 _NONE: Mapping[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One computation of a step, which runs `times` per step; seconds are those of one run. The step has no letter."""
+    """One computation of a step, which runs `times` per step; seconds are those of one run.
 
-    letter: str
+    Attributes:
+      name: such as "forward of layers"; of the step itself empty.
+    """
+
     computation: str
     times: int
     seconds: float
     events: tuple[Event, ...]
+    name: str = ""
 
     @property
     def lanes(self) -> list[str]:
@@ -55,22 +59,49 @@ class Panel:
 
     @property
     def title(self) -> str:
-        waiting = f"{sum(_seconds(event) for event in self.events if event.kind == 'wait') * 1e3:.2f} ms"
-        if self.letter:
-            return f"{self.letter}, {self.times} times: {self.seconds * 1e3:.2f} ms each, {waiting} of it waiting"
-        return f"the step: {self.seconds * 1e3:.1f} ms, {waiting} of it waiting outside of loops"
+        waiting = sum(_seconds(event) for event in self.events if event.kind == "wait") * 1e3
+        return f"{self.name}, 1 of {self.times}\n{self.seconds * 1e3:.2f} ms, {waiting:.2f} of it waiting"
 
 
-def find_panels(timeline: Timeline) -> tuple[Panel, ...]:
-    """Return the step, then the computations that it runs and that take a part of it worth drawing, in their order."""
+def find_panels(timeline: Timeline, names: Mapping[str, str] = _NONE) -> tuple[Panel, ...]:
+    """Return the step, then in their order the loops that take most of it, each worth drawing.
+
+    Args:
+      names: of computations; see `phases`.
+    """
     found: dict[str, list[Event]] = {}
     for event in timeline.events:
         found.setdefault(event.computation, []).append(event)
-    *inner, step = found.items()  # what is run is simulated before what runs it
-    panels = [Panel("", name, of[0].times, max(event.end_s for event in of), tuple(of)) for name, of in (step, *inner)]
-    large = [panel for panel in panels[1:] if panel.seconds * panel.times >= _LEAST * timeline.step_s]
-    lettered = zip(string.ascii_uppercase, large, strict=False)
-    return (panels[0], *(dataclasses.replace(panel, letter=letter) for letter, panel in lettered))
+    panels = [  # what is run is simulated before what runs it
+        Panel(name, of[0].times, max(event.end_s for event in of), tuple(of), names.get(name, name))
+        for name, of in found.items()
+    ]
+    step, total = dataclasses.replace(panels[-1], name=""), lambda panel: panel.seconds * panel.times
+    large = [panel for panel in panels[:-1] if total(panel) >= _LEAST * timeline.step_s]
+    zoomed = sorted(large, key=total)[-_ZOOMS:]
+    return (step, *(panel for panel in large if panel in zoomed))
+
+
+def phases(module: Module, units: Mapping[str, str], step: Iterable[Event]) -> dict[str, str]:
+    """Name computations: "forward of layers" and "backward of layers", "loss" between them, "tick" of a pipeline.
+
+    Args:
+      units: of collectives.
+      step: the events of the step.
+    """
+    found = {}
+    for computation in module.computations.values():
+        moved = Counter(units[one.name] for one in computation.instructions if one.name in units)
+        is_backward = any("transpose(" in one.op_name for one in computation.instructions)
+        if computation is not module.entry and any(one.opcode == "while" for one in computation.instructions):
+            found[computation.name] = "tick"
+        elif moved:
+            phase = "backward" if is_backward else "forward"
+            found[computation.name] = f"{phase} of {moved.most_common(1)[0][0]}"
+    loops = [event.name for event in step if event.kind == "loop"]
+    is_forward = [found.get(name, "").startswith("forward") for name in loops]
+    between = {name for place, name in enumerate(loops) if any(is_forward[:place]) and not any(is_forward[place:])}
+    return dict.fromkeys(between, "loss") | found
 
 
 def collective_units(ledger: Ledger) -> dict[str, str]:
@@ -92,59 +123,96 @@ def plot_timeline(plan: Plan, path: str | Path) -> None:
         raise ValueError(f"{path}: a plot is a {' or a '.join(ENDINGS)}; rename it")
     collectives = (timed.collective for timed in plan.timeline.collectives)
     own = {one.name: group_axes(plan.layout, one.group)[0] for one in collectives if is_own(plan.layout, one)}
-    draw_timeline(plan.timeline, collective_units(plan.ledger), own).savefig(path)
+    units = collective_units(plan.ledger)
+    module = parse_module(plan.compiled.text)
+    step = [event for event in plan.timeline.events if event.computation == module.entry.name]
+    names = phases(module, units, step)
+    title = f"{plan.layout.strategy.name} on {plan.cluster.num_devices} x {plan.cluster.gpu.name}"
+    draw_timeline(plan.timeline, units, own, names, title).savefig(path)
 
 
-def draw_timeline(timeline: Timeline, units: Mapping[str, str], own: Mapping[str, str] = _NONE) -> Any:
-    """Return a figure with a panel for the step and for each loop, and in each a lane for every stream in use.
+def draw_timeline(
+    timeline: Timeline,
+    units: Mapping[str, str],
+    own: Mapping[str, str] = _NONE,
+    names: Mapping[str, str] = _NONE,
+    title: str = "",
+) -> Any:
+    """Return a figure with the step, and below it one run of its largest loops, with a lane for every stream in use.
 
     Args:
       units: the units of collectives, which stand in the bars that have room.
       own: by collective that the model's own shardings cost the axis, `tensor` or `pipe`, which has a lane next to the
         other collectives, though the clock runs all on one stream.
+      names: of computations, for titles.
+      title: what stands before the seconds of the step.
     """
     moved = [
         dataclasses.replace(event, lane=own[event.name]) if event.lane == "wire" and event.name in own else event
         for event in timeline.events
     ]
-    panels = find_panels(dataclasses.replace(timeline, events=tuple(moved)))
-    num_lanes = [len(panel.lanes) for panel in panels]
-    size = _WIDTH, 0.6 + 0.75 * len(num_lanes) + 0.3 * sum(num_lanes)
-    figure = load("matplotlib.figure").Figure(figsize=size, dpi=120, layout="constrained")  # needs no display
-    rows = figure.subplots(len(num_lanes), squeeze=False, height_ratios=num_lanes)[:, 0]
-    for axes, panel in zip(rows, panels, strict=True):
-        _draw_panel(axes, panel, units, {panel.computation: panel for panel in panels})
-    rows[-1].set_xlabel("ms")
-    shown = {bars.get_label(): bars for axes in rows for bars in axes.collections}
-    handles = [shown[kind] for kind in sorted(shown, key=lambda kind: [*COLORS, kind].index(kind))]
-    columns = min(len(handles), _LEGEND)
-    figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize="small", frameon=False)
+    step, *loops = find_panels(dataclasses.replace(timeline, events=tuple(moved)), names)
+    heights = [len(step.lanes), *[max(len(panel.lanes) for panel in loops)] * bool(loops)]
+    figure = load("matplotlib.figure").Figure(figsize=(_WIDTH, 1.6 + 0.5 * sum(heights)), dpi=120, layout="constrained")
+    grid = figure.add_gridspec(len(heights), max(1, len(loops)), height_ratios=heights)  # needs no display
+    top = figure.add_subplot(grid[0, :])
+    _draw_panel(top, step, units, names, 1.0)
+    top.set_title(f"{title}: {step.seconds * 1e3:,.1f} ms".removeprefix(": "), loc="left", fontsize=_FONT + 1)
+    for place, panel in enumerate(loops):
+        axes = figure.add_subplot(grid[1, place])
+        _draw_panel(axes, panel, units, names, 1 / len(loops))
+        axes.set_title(panel.title, loc="left", fontsize=_FONT)
+        _point(figure, top, step, axes, panel)
+    shown = {bars.get_label(): bars for axes in figure.axes for bars in axes.collections}
+    handles = [shown[kind] for kind in sorted(shown, key=lambda kind: [*COLORS, kind].index(kind)) if kind != "loop"]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=_FONT, frameon=False)
     return figure
 
 
-def _draw_panel(axes: Any, panel: Panel, units: Mapping[str, str], panels: Mapping[str, Panel]) -> None:
+def _point(figure: Any, top: Any, step: Panel, axes: Any, panel: Panel) -> None:
+    """Draw an arrow from the longest box of a loop in the step to its panel."""
+    boxes = [event for event in step.events if event.name == panel.computation]
+    if boxes:
+        box = max(boxes, key=_seconds)
+        arrow = load("matplotlib.patches").ConnectionPatch(
+            ((box.begin_s + box.end_s) * 500, top.get_ylim()[1] - 0.95),
+            (0.5, 1.5),
+            coordsA="data",
+            coordsB="axes fraction",
+            axesA=top,
+            axesB=axes,
+            arrowstyle="-|>",
+            color="dimgray",
+        )
+        figure.add_artist(arrow)
+
+
+def _draw_panel(axes: Any, panel: Panel, units: Mapping[str, str], names: Mapping[str, str], width: float) -> None:
+    """Draw the lanes of one computation; `width` is the part of the figure that it has."""
     heights = {lane: len(panel.lanes) - place for place, lane in enumerate(panel.lanes)}
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for event in _joined(panel.events):
-        begin, width = event.begin_s * 1e3, _seconds(event) * 1e3
-        bars.setdefault((event.lane, event.kind), []).append((begin, width))
-        text = _label(event, units, panels)
-        if text and len(text) * _LETTER * panel.seconds * 1e3 < width:
-            axes.text(begin + width / 2, heights[event.lane], text, ha="center", va="center", fontsize="x-small")
+        begin, length = event.begin_s * 1e3, _seconds(event) * 1e3
+        bars.setdefault((event.lane, event.kind), []).append((begin, length))
+        text = _label(event, units, names)
+        if text and max(map(len, text.split("\n"))) * _LETTER * panel.seconds * 1e3 < length * width:
+            middle = begin + length / 2, heights[event.lane]
+            axes.text(*middle, text, ha="center", va="center", fontsize=_FONT - 1.5, linespacing=0.95)
     for (lane, kind), spans in bars.items():
         edge = {"loop": "gray", "wait": "red"}.get(kind, "none" if lane == "compute" else "white")
         look = {"facecolor": COLORS.get(kind, "tab:brown"), "edgecolor": edge, "linewidth": 0.6}
         axes.broken_barh(spans, (heights[lane] - 0.4, 0.8), label=kind, **look)
-    axes.set_yticks(list(heights.values()), list(heights))
+    axes.set_yticks(list(heights.values()), [_LANES[lane] for lane in heights], fontsize=_FONT)
     axes.set(xlim=(0, panel.seconds * 1e3), ylim=(0.5, len(heights) + 0.5))
+    axes.tick_params(axis="x", labelsize=_FONT - 1.5)
+    axes.set_xlabel("ms", fontsize=_FONT - 1.5, loc="right", labelpad=-2)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.set_title(panel.title, loc="left", fontsize="medium")
 
 
-def _label(event: Event, units: Mapping[str, str], panels: Mapping[str, Panel]) -> str:
-    """Return the unit of a collective, or how often a loop runs which computation."""
-    if event.kind == "loop" and event.name in panels:
-        return f"{round(_seconds(event) / panels[event.name].seconds)} x {panels[event.name].letter}"
+def _label(event: Event, units: Mapping[str, str], names: Mapping[str, str]) -> str:
+    """Return the unit of a collective, or the name of a loop."""
+    if event.kind == "loop":
+        return names.get(event.name, "").replace(" of ", "\nof ")
     return units.get(event.name, "") if event.lane == "wire" else ""
 
 

@@ -199,12 +199,13 @@ def closing(close: Callable[[], Any]) -> Callable[..., None]:
     return leave
 
 
-def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], item: str) -> None:
+def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], item: str, title: str) -> None:
     """Draw training and held-out loss over steps.
 
     Args:
       records: lines of metrics.jsonl.
       item: what losses are means over.
+      title: the model and the data.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -212,9 +213,10 @@ def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], item: str)
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw(axes, records, "loss", "training loss", linewidth=1)
-    _draw(axes, records, "eval_loss", "held-out loss", marker="o", markersize=4)
-    axes.set(xlabel="step", ylabel=f"nats per {item}")
+    _draw(axes, records, "loss", "training loss, of the batch of a step", linewidth=1)
+    _draw(axes, records, "eval_loss", "held-out loss, of rows that are not trained on", marker="o", markersize=4)
+    axes.set(title=title, xlabel="step", ylabel=f"loss (nats per {item})")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -223,4 +225,4 @@ def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], item: str)
 def _draw(axes: Any, records: Sequence[Mapping[str, Any]], key: str, label: str, **style: Any) -> None:
     points = [(record["step"], record[key]) for record in records if record.get(key) is not None]
     if points:
-        axes.plot(*zip(*points, strict=True), label=label, **style)
+        axes.plot(*zip(*points, strict=True), label=f"{label}: {points[-1][1]:.3f} at the end", **style)

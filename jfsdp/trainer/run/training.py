@@ -337,7 +337,8 @@ class Run:
         if not self.is_writer:
             return
         records = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-        save_loss_curve(self.run_dir / "loss.png", records, self.source.counted)
+        title = f"{self.parts.job.name} on {self.config.data}" if self.config.data else self.parts.job.name
+        save_loss_curve(self.run_dir / "loss.png", records, self.source.counted, title)
         evaluated = next((one for one in reversed(records) if one.get("eval_loss") is not None), {})
         summary = {
             "steps": steps,
