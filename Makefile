@@ -7,6 +7,9 @@ PYTHON := $(shell for v in 3.13 3.12 3.11; do \
       "$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && exit; done; done; echo python3)
 endif
 VENV ?= .venv
+PYTHONS = $(shell for v in 3.11 3.12 3.13; do \
+    for p in python$$v "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$v.*/bin/python$$v; do \
+      "$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && break; done; done)
 WORKERS ?= 2
 ARGS ?=
 
@@ -35,7 +38,7 @@ OLDEST := $(shell for p in python3.11 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3
   "$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && exit; done)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train finetune test quick oldest lint format proofs docs clean
+.PHONY: help install train finetune test quick oldest lint format proofs docs dist clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -95,6 +98,11 @@ docs: $(VENV)/.docs ## Make the site, build/docs/index.html, to open in a browse
 $(VENV)/.docs: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[docs]'
 	@touch $@
+
+dist: install ## Build wheels and sdists in dist/, and try the wheels in empty environments
+	rm -rf dist build && $(BIN)/python -m pip install --quiet build
+	for of in . ./models; do $(BIN)/python -m build --quiet --outdir dist $$of || exit 1; done
+	scripts/try_wheels dist $(PYTHONS)
 
 clean: ## Remove builds and caches; .venv stays
 	rm -rf build dist *.egg-info models/build models/*.egg-info .pytest_cache .ruff_cache .hypothesis

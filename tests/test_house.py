@@ -199,6 +199,22 @@ def test_the_library_needs_no_extra():
 
 
 @pytest.mark.parametrize(
+    "command",
+    [
+        ["explain", "--model", "llama-tiny"],
+        ["models"],
+        ["plan", "--recipe", "stdlib", "--analytic"],
+        ["checkpoint", "--help"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_commands_that_do_not_train_need_the_extra_cli_alone(command):
+    others = [name for name in EXTRAS["train"] if name not in EXTRAS["cli"]]
+    done = run_without(others, f"from jfsdp.cli import main; raise SystemExit(main({command}))")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
     ("package", "code", "extra"),
     [
         ("tyro", "from jfsdp.cli import main; raise SystemExit(main(['models']))", "cli"),

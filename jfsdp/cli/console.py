@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
-from jfsdp.trainer.run.display import format_facts
+from jfsdp.trainer.display import format_facts
 
 BROKEN = 4  # the exit status of what is damaged, differs, or does not do what it says
 GIB = 1 << 30

@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import tyro
 
+from jfsdp.trainer.display import harmless
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Count, Location, Name
-from jfsdp.trainer.run.display import harmless
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.cli.load_options import OpenOptions
+from jfsdp.trainer.display import harmless
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Location, Number, optional
-from jfsdp.trainer.run.display import harmless
 
 
 @dataclasses.dataclass(frozen=True)

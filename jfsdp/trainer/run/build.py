@@ -23,6 +23,8 @@ from jfsdp.trainer.run.weights import check_paths, check_policies, find_job, wit
 from jfsdp.trainer.sources.source import source_of
 from jfsdp.trainer.step import make_schedule, make_step
 
+need("train")
+
 
 @dataclasses.dataclass
 class Parts:

@@ -19,9 +19,9 @@ from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.step import Metrics, TrainStep
+from jfsdp.trainer.display import Display, accuracy, describe, format_facts, terminal_width, time_left
 from jfsdp.trainer.options import as_options
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.display import Display, accuracy, describe, format_facts, terminal_width, time_left
 from jfsdp.trainer.run.evaluate import Evaluation
 from jfsdp.trainer.run.goodput import Goodput, Pace
 from jfsdp.trainer.run.metrics import Record, Throughput, closing, memory_bytes

@@ -26,10 +26,10 @@ from jfsdp.layout.lint import advise
 from jfsdp.layout.report import describe_mesh
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
+from jfsdp.trainer.display import Display, accuracy, format_facts, harmless, terminal_width
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run import resume_rules
 from jfsdp.trainer.run.build import Parts
-from jfsdp.trainer.run.display import Display, accuracy, format_facts, harmless, terminal_width
 from jfsdp.trainer.run.evaluate import Evaluation, make_evaluator
 from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop

@@ -8,8 +8,8 @@ import pytest
 
 from jfsdp.engine.spec import StepSpec
 from jfsdp.launch.watch import Watch
+from jfsdp.trainer.display import Display
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.display import Display
 from jfsdp.trainer.run.evaluate import Evaluation
 from jfsdp.trainer.run.goodput import Goodput
 from jfsdp.trainer.run.loop import Loop

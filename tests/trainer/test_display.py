@@ -2,7 +2,7 @@
 
 import sys
 
-from jfsdp.trainer.run.display import Display, format_facts
+from jfsdp.trainer.display import Display, format_facts
 
 
 def test_a_terminal_has_one_live_line_that_lines_for_good_replace(capsys, monkeypatch):
