@@ -49,12 +49,9 @@ def test_first_parameters_are_those_of_init(kind):
         )
 
 
-def test_each_call_of_a_unit_gathers_it_once(monkeypatch):
-    assert count_calls(monkeypatch, shard(Net("list")), mean_square, data()) == {"": 1, "h_0": 1, "h_1": 1}
-
-
-def test_a_shared_unit_is_gathered_for_each_of_its_calls(monkeypatch):
-    assert count_calls(monkeypatch, shard(Net("shared")), mean_square, data()) == {"": 1, "h": 2}
+@pytest.mark.parametrize(("kind", "calls"), [("list", {"h_0": 1, "h_1": 1}), ("shared", {"h": 2})])
+def test_each_call_of_a_unit_gathers_it(kind, calls, monkeypatch):
+    assert count_calls(monkeypatch, shard(Net(kind)), mean_square, data()) == {"": 1, **calls}
 
 
 SENTENCE = jax.ShapeDtypeStruct((ROWS, 5), jnp.int32)
