@@ -8,6 +8,7 @@ import jfsdp
 from jfsdp.trainer.job import find_job
 from jfsdp_models.losses import next_token_loss  # pyright: ignore[reportMissingImports]
 from tests import hlo
+from tests.steps import fully_shard
 from tests.ways import WAYS
 
 SEQ_LEN = 512
@@ -21,15 +22,25 @@ def job(num_layers=2, attention="cudnn", **config):
 
 
 def build(strategy: Any = "full_shard", hosts=1, mesh=(), devices=None, config=(), dtype="bfloat16", **options):
-    task = job(**dict(config))
-    return jfsdp.fully_shard(
+    task, sizes = job(**dict(config)), dict(mesh)
+    given = {"remat": "full", "mp_policy": jfsdp.MixedPrecisionPolicy(dtype)}
+    if sizes.keys() & {"pipe", "tensor"}:
+        given["placements"] = task.placements
+    return fully_shard(
         task.model,
-        mesh=jfsdp.make_mesh(devices=hlo.h100s(hosts) if devices is None else devices, **dict(mesh)),
-        strategy=WAYS.get(strategy, strategy),  # pyright: ignore[reportArgumentType]
+        mesh=jfsdp.make_mesh(devices=hlo.h100s(hosts) if devices is None else devices, **sizes),
+        strategy=WAYS.get(strategy, strategy),
         units=task.units,
-        mp_policy=jfsdp.MixedPrecisionPolicy(dtype),
-        **{"remat": "full", **options},
+        **given | options,
     )
+
+
+def compile_with_step(model, loss, batch, **options):
+    """Compile a step as it is run; return it, what it takes, and what XLA made of it."""
+    tx = job().optimizer(3e-4)
+    step = model.train_step(loss, tx, max_grad_norm=1.0, **options)
+    given = model.abstract_state(tx), batch
+    return step, given, step.lower(*given).compile(step.compiler_options)
 
 
 def compile_step(model, *, accumulate=1, state=None, **step):

@@ -3,7 +3,6 @@
 A narrow Llama of two layers, compiled for 8 H100s that are not there.
 """
 
-import dataclasses
 import functools
 
 import pytest
@@ -15,9 +14,7 @@ from jfsdp.plan.hlo.parse import parse_module
 from jfsdp.plan.traffic.audit import audit
 from jfsdp.plan.traffic.ledger import make_ledger
 from jfsdp.trainer.job import find_job
-from tests import hlo
 from tests.plan import programs
-from tests.steps import fully_shard
 from tests.thin import thin
 
 SEQ_LEN = 384  # no dim of a weight
@@ -29,21 +26,18 @@ MOVES |= {f"{verb}{end}" for verb in ("copy", "all-gather", "async") for end in 
 
 
 @functools.cache
-def program(kind, *, is_fused=False, also=(), mesh=(("fsdp", 8),), config=(), **options):
+def program(kind, *, is_fused=False, also=(), config=(), **options):
     job = programs.job(**dict(config))
-    if is_fused:
-        job = dataclasses.replace(job, loss=find_job("llama-8b").loss)
-    model = fully_shard(
-        job.model,
-        mesh=jfsdp.make_mesh(devices=hlo.h100s(1), **dict(mesh)),
-        units=job.units,
+    lora = {name: options.pop(name) for name in ("rslora", "placement") if name in options}
+    model = programs.build(
+        config=config,
         mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16", frozen_dtype="bfloat16"),
         program=kind,
-        lora=jfsdp.LoRA(targets=list(TARGETS), rank=8, also=list(also) or None, **options),
+        lora=jfsdp.LoRA(targets=list(TARGETS), rank=8, also=list(also) or None, **lora),
+        **options,
     )
-    tx = job.optimizer(3e-4)
-    step = model.train_step(job.loss, tx, max_grad_norm=1.0)
-    compiled = step.lower(model.abstract_state(tx), job.batch(8, SEQ_LEN)).compile(step.compiler_options)
+    loss = find_job("llama-8b").loss if is_fused else job.loss
+    step, _, compiled = programs.compile_with_step(model, loss, job.batch(8, SEQ_LEN))
     assert step.spec.program == kind
     return parse_module(compiled.as_text()), model.layout
 

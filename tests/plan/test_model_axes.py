@@ -10,7 +10,6 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
-import jfsdp
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import parse_module
 from jfsdp.plan.traffic.attribution import is_own
@@ -19,9 +18,7 @@ from jfsdp.plan.traffic.checks import excess_elements
 from jfsdp.plan.traffic.ledger import OWN, make_ledger
 from jfsdp.testing import assert_collectives
 from jfsdp_models import over_tensor  # pyright: ignore[reportMissingImports]
-from tests import hlo
 from tests.plan import programs
-from tests.steps import fully_shard
 from tests.thin import thin
 
 NUM_DEVICES = 16
@@ -32,20 +29,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 @functools.cache
 def program(kind, fsdp, tensor, remat="full", num_layers=2, seq_len=512):
     """The compiled step as a module, its layout, and its trace."""
-    job = programs.job(num_layers, attention="xla")
-    model = fully_shard(
-        job.model,
-        mesh=jfsdp.make_mesh(devices=hlo.h100s(2), fsdp=fsdp, tensor=tensor),
-        units=job.units,
-        placements=job.placements,
-        mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype="bfloat16"),
-        program=kind,
-        remat=remat,
-    )
-    tx = job.optimizer(3e-4)
-    step = model.train_step(job.loss, tx, max_grad_norm=1.0)
-    given = model.abstract_state(tx), job.batch(fsdp, seq_len)
-    compiled = step.lower(*given).compile(step.compiler_options)
+    config = (("num_layers", num_layers), ("attention", "xla"))
+    mesh = (("fsdp", fsdp), ("tensor", tensor))
+    model = programs.build(hosts=2, mesh=mesh, config=config, program=kind, remat=remat)
+    job = programs.job(**dict(config))
+    step, given, compiled = programs.compile_with_step(model, job.loss, job.batch(fsdp, seq_len))
     return parse_module(compiled.as_text()), model.layout, step.read_trace(*given)
 
 

@@ -35,20 +35,9 @@ ROOT = 2 * VOCAB * DIM // P + DIM  # on a stage: embedding and head are cut over
 def compiled(schedule="1f1b", repeats=1, prefetch=1, microbatches=8, layers=LAYERS) -> tuple[Any, Any, Any]:
     """Return the step, its module, and how it was compiled."""
     job = programs.job(layers)
-    mesh = jfsdp.make_mesh(devices=hlo.h100s(1), pipe=P, fsdp=F)
-    model = fully_shard(
-        job.model,
-        mesh=mesh,
-        units=job.units,
-        placements=job.placements,
-        prefetch=prefetch,
-        mp_policy=jfsdp.MixedPrecisionPolicy("bfloat16"),
-    )
-    tx = job.optimizer(3e-4)
-    more: dict[str, Any] = {"pipe_schedule": schedule, "pipe_repeats": repeats}
-    step = model.train_step(job.loss, tx, accumulate=microbatches, max_grad_norm=1.0, **more)
-    lowered = step.lower(model.abstract_state(tx), job.batch(F * microbatches, SEQ))
-    found = lowered.compile(step.compiler_options)
+    model = programs.build(mesh=(("pipe", P), ("fsdp", F)), config=(("num_layers", layers),), prefetch=prefetch)
+    options = {"accumulate": microbatches, "pipe_schedule": schedule, "pipe_repeats": repeats}
+    step, _, found = programs.compile_with_step(model, job.loss, job.batch(F * microbatches, SEQ), **options)
     return step, parse_module(found.as_text()), found
 
 
