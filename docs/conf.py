@@ -12,6 +12,7 @@ project = "jfsdp"
 release = jfsdp.__version__
 html_title = f"{project} {release}"
 html_theme = "furo"
+html_static_path, html_css_files = ["_static"], ["site.css"]
 html_show_search_summary = False  # a page opened from the disk may not fetch others
 html_copy_source = html_domain_indices = html_show_copyright = False
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -63,8 +64,25 @@ def links_in_readme(_app, _path, _name, source: list[str]) -> None:
     source[0] = re.sub(r"\]\(([\w./-]+)", one_up, source[0])
 
 
+COMMAND = re.compile(
+    r" {4}(\$ |[A-Z_]+=\S+ |#|(\.venv/bin/)?(pip|python|jfsdp|make|cp|export|srun|sbatch|git|tensorboard|torchrun)\b)"
+)
+
+
+def color_commands(_app, _name, source: list[str]) -> None:
+    """Fence indented blocks that begin with a command, so that they are shown in colors."""
+    blocks = re.split(r"(?<=\n\n)((?:^ {4}.*\n(?:\n(?= {4}))*)+)", source[0], flags=re.M)
+    for place, block in enumerate(blocks):
+        if place % 2 and COMMAND.match(block):
+            language = "console" if block.startswith("    $ ") else "bash"
+            text = re.sub(r"^ {4}", "", block, flags=re.M).rstrip("\n")
+            blocks[place] = f"```{language}\n{text}\n```\n"
+    source[0] = "".join(blocks)
+
+
 def setup(app) -> None:
     app.connect("autodoc-process-docstring", to_rest, priority=400)  # before napoleon
     app.connect("autodoc-skip-member", skip)
     app.connect("source-read", links_to_readme)
+    app.connect("source-read", color_commands)
     app.connect("include-read", links_in_readme)
