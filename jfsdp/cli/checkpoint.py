@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 
 from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
-from jfsdp.cli.console import BROKEN, make_console, make_table, print_verdict, progress_of
+from jfsdp.cli.console import BROKEN, make_console, make_table, print_facts, print_verdict, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
+from jfsdp.layout.report import show_bytes
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Number, optional
 
@@ -220,11 +221,17 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _print_steps(rows: list[dict[str, Any]]) -> None:
-    table = make_table("step", "bytes", "written", "metrics")
+    table = make_table("step", "size", "written", "metrics", right=["step", "size"])
     for row in rows:
-        metrics = ", ".join(f"{name} {value:.4g}" for name, value in (row.get("metrics") or {}).items())
-        table.add_row(str(row["step"]), f"{row['bytes']:,}", row.get("created") or "", row["problem"] or metrics)
+        metrics = row["problem"] or _show_metrics(row.get("metrics") or {})
+        table.add_row(str(row["step"]), show_bytes(row["bytes"]), row.get("created") or "", metrics)
     make_console().print(table)
+
+
+def _show_metrics(metrics: dict[str, float]) -> str:
+    """Show losses and accuracies; those of a run's speed are in --json."""
+    shown = ("loss", "correct", "eval_loss", "eval_correct")
+    return ", ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics)
 
 
 def _describe(path: Path) -> dict[str, Any]:
@@ -242,18 +249,20 @@ def _print_checkpoint(found: dict[str, Any]) -> None:
 
     console = make_console()
     arrays = found["arrays"]
-    step, size = found.get("step"), found["bytes"]
-    console.print(f"{found['path']}: format {found['format']}, step {step}, {size:,} bytes on disk")
-    for name in ("created", "versions", "metrics", "converted", "imported"):
-        if found.get(name):
-            console.print(f"{name}: {_flat(found[name])}")
-    layout = found["layout"] or {}
-    if layout:
+    facts = {"checkpoint": found["path"], "step": str(found.get("step")), "size": show_bytes(found["bytes"])}
+    facts |= {name: _flat(found[name]) for name in ("created", "versions", "converted", "imported") if found.get(name)}
+    facts |= {"metrics": shown} if (shown := _show_metrics(found.get("metrics") or {})) else {}
+    if layout := found["layout"] or {}:
         mesh = ",".join(f"{axis}={size}" for axis, size in layout.get("mesh", {}).items() if size > 1) or "one device"
-        console.print(f"saved from: {layout.get('strategy')} on {mesh}")
+        facts["saved from"] = f"{layout.get('strategy')} on {mesh}"
     kinds = collections.Counter(Adapter.from_dict(one).kind for one in layout.get("adapters", ()))
-    for kind, num in kinds.items():
-        console.print(f"adapters: {kind}, of {num} arrays")
+    facts |= {"adapters": ", ".join(f"{kind}, of {num} arrays" for kind, num in kinds.items())} if kinds else {}
+    if found["config"] is not None:
+        stored = found["config"].get("config", found["config"]) if isinstance(found["config"], dict) else {}
+        chosen = {name: stored[name] for name in ("model", "factory", "model_config") if stored.get(name)}
+        facts["config"] = f"{_flat(chosen)} (--json prints all of it)"
+    print_facts(console, facts)
+    console.print()
     table = make_table("array", "shape", "dtype", "bytes", right=["bytes"])
     total = 0
     for name, entry in arrays.items():
@@ -263,10 +272,6 @@ def _print_checkpoint(found: dict[str, Any]) -> None:
         table.add_row(name, " ".join(map(str, entry["shape"])) or "scalar", kind, f"{size:,}")
     console.print(table)
     console.print(f"{len(arrays)} arrays, {total:,} bytes")
-    if found["config"] is not None:
-        stored = found["config"].get("config", found["config"]) if isinstance(found["config"], dict) else {}
-        chosen = {name: stored[name] for name in ("model", "factory", "model_config") if stored.get(name)}
-        console.print(f"config: {_flat(chosen)} (--json prints all of it)")
 
 
 def _flat(value: Any) -> str:
