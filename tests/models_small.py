@@ -27,11 +27,18 @@ def linear(dim_in, dim_out, rngs, **options):
     return nnx.Linear(dim_in, dim_out, rngs=rngs, kernel_init=spread, **options)
 
 
+def embed(vocab, dim, rngs):
+    def init(key, shape, dtype):
+        return spread(key, shape[::-1], dtype).T
+
+    return nnx.Embed(vocab, dim, rngs=rngs, embedding_init=init)
+
+
 class Lookup(nnx.Module):
     """An embedding and a head: the least that tokens are trained with."""
 
     def __init__(self, rngs):
-        self.embed, self.head = nnx.Embed(VOCAB, 16, rngs=rngs), linear(16, VOCAB, rngs)
+        self.embed, self.head = embed(VOCAB, 16, rngs), linear(16, VOCAB, rngs)
 
     def __call__(self, tokens):
         return self.head(self.embed(tokens))
@@ -61,7 +68,7 @@ class Tower(nnx.Module):
 
     def __init__(self, rngs, stacked=True, dim=16, num_layers=3, vocab=VOCAB):
         self.stacked = stacked
-        self.embed = nnx.Embed(vocab, dim, rngs=rngs)
+        self.embed = embed(vocab, dim, rngs)
         if stacked:
             make = nnx.vmap(lambda rngs: Block(dim, rngs), in_axes=0, out_axes=0)
             self.blocks = nnx.split_rngs(splits=num_layers)(make)(rngs)
