@@ -4,7 +4,7 @@ Plans every run of published.json (some 20 minutes on two cores; programs that a
 so give each version of jfsdp a directory of its own), then fits: what an A100 and an H100 keep of their rates under
 load, and how unlike GPUs are, on runs of XLA and torch.compile; and how often eager PyTorch moves the bytes of its
 kernels, on its runs. Every source weighs the same. Then each source is left out in turn and its runs are predicted from
-the others: these errors are docs/performance.md's, and `CLOCK_ERROR` of jfsdp/plan/time/rates.py. The constants are in
+the others: these errors are docs/performance.md's, and `CLOCK_RANGE` of jfsdp/plan/time/rates.py. The constants are in
 the code, rounded, and are changed there by hand. --list plans nothing: it prints each run with the command of its plan.
 """
 
@@ -90,8 +90,9 @@ def main(argv: Sequence[str]) -> int:
         print(f"without {source}: {_show(found)}", flush=True)
     committed = _ratios(timed, {})
     _print(timed, constants, ratios, left_out, committed)
-    found = sorted(abs(left_out[case.run.id] - 1) for case in timed if case.run.basis)
-    print(f"CLOCK_ERROR, of four of five runs: {found[math.ceil(0.8 * len(found)) - 1]:.3f}")
+    found = sorted(1 / left_out[case.run.id] for case in timed if case.run.basis)
+    low, high = (found[int(share * len(found))] for share in (0.05, 0.95))
+    print(f"CLOCK_RANGE, measured over predicted of nine of ten runs: {low:.3f} to {high:.3f}")
     for case in cases:
         if memory := case.run.memory:
             ratio = memory["gib"] * 2**30 / case.needed_bytes

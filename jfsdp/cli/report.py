@@ -86,8 +86,10 @@ def _facts(plan: Plan, verbose: bool) -> Iterator[tuple[str, str]]:
                 f"their backward; bubble {pipe.bubble:.1%} of the passes, {pipe.bubble_share:.1%} of the step"
             ),
         )
-    low, high = plan.step_range_s
-    yield "step", f"{plan.step_s:.3f} s; 9 of 10 published runs would take {low:.2f} to {high:.2f} s"
+    compared = "; no run on such a GPU or mesh was compared"
+    if found := plan.step_range_s:
+        compared = f"; 9 of 10 published runs would take {found[0]:.2f} to {found[1]:.2f} s"
+    yield "step", f"{plan.step_s:.3f} s{compared}"
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     if mfu and plan.mfu_causal not in (None, plan.mfu):
         mfu += f" ({plan.mfu_causal:.1%} causal)"

@@ -27,7 +27,7 @@ from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import Module, parse_module
 from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, largest_buffers
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
-from jfsdp.plan.time.rates import CLOCK_RANGE
+from jfsdp.plan.time.rates import CLOCK_RANGE, COMPARED_GPUS
 from jfsdp.plan.time.timeline import Rates, Timeline, simulate
 from jfsdp.plan.traffic.ledger import Ledger, make_ledger
 from jfsdp.train.checks import check_lowers
@@ -160,8 +160,13 @@ class Plan:
         return self.timeline.step_s
 
     @property
-    def step_range_s(self) -> tuple[float, float]:
-        """Seconds between which nine of ten published runs would lie, if their plans were this one."""
+    def step_range_s(self) -> tuple[float, float] | None:
+        """Seconds between which nine of ten published runs would lie, if their plans were this one.
+
+        None on GPUs and for meshes of which no run was compared: other chips, and axes `tensor` and `pipe`.
+        """
+        if self.cluster.gpu.name not in COMPARED_GPUS or self.layout.num_shards(MODEL_AXES) > 1:
+            return None
         low, high = CLOCK_RANGE
         return self.step_s * low, self.step_s * high
 

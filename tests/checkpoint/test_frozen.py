@@ -94,7 +94,7 @@ def test_it_says_what_its_adapters_compute_and_refuses_another_scale(saved, caps
     assert (one["rank"], one["alpha"], one["rslora"], one["has_magnitude"]) == (4, 32.0, False, False)
     assert Adapter.from_dict(one) == state.layout.adapters[0]
     assert main(["checkpoint", "inspect", str(path)]) == 0
-    assert "adapters: rank 4, alpha 32, of 2 arrays" in capsys.readouterr().out
+    assert "rank 4, alpha 32, of 2 arrays" in capsys.readouterr().out
     other = shard(lora=jfsdp.LoRA(["**.up.kernel", "**.down.kernel"], rank=4, alpha=16)).init(TX)
     with refusing("kernel:", "rank 4", "alpha 32", "scale 8", "alpha 16", "scale 4"):
         jfsdp.checkpoint.restore(path, other)
