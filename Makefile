@@ -49,8 +49,9 @@ install: $(STAMP) ## Make .venv with everything that the other targets need
 $(STAMP): pyproject.toml models/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "jfsdp needs Python 3.11 or newer, and $(PYTHON) is older; use make PYTHON=python3.13"; exit 1; }
+	@echo "Installing jfsdp with its extras $(EXTRAS) in $(VENV): some minutes, up to 8 GB"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[$(EXTRAS)]' -e ./models
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' -e ./models
 	@echo '$(NO_GPU)' > $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/no_gpu.pth
 	@touch $@
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -99,9 +98,8 @@ class _Estimate:
             return None
         if self.plan is None:
             return state_bytes
-        before = self.plan.memory.parts
-        others = self.needed_bytes - self.plan.state.total - sum(before[name] for name in _BY_ROWS)
-        by_rows = dict.fromkeys(_BY_ROWS, 0) | {name: before[name] for name in _BY_ROWS}
+        by_rows = {name: self.plan.memory.parts[name] for name in _BY_ROWS}
+        others = self.needed_bytes - self.plan.state.total - sum(by_rows.values())
         if options.remat != self.options.remat:
             same = dataclasses.replace(self.options, remat=options.remat)
             by_rows["activations"] = saved_bytes(same, topology_devices(self.cluster))
@@ -125,14 +123,15 @@ def _use(estimate: _Estimate, limit_bytes: int) -> Iterator[Advice]:
         if needed is not None and needed <= _ROOM * limit_bytes:
             yield Advice(changes, needed, parts)
 
-    if options.remat == "full" and PIPE not in estimate.sizes:
+    if options.remat == "full" and not plan.pipeline:
         yield from advice({"remat": "dots"}, "no matrix product is computed twice")
-    if options.accumulate > 1:
+    by_rows = sum(plan.memory.parts[name] for name in _BY_ROWS)
+    times = (_ROOM * limit_bytes - plan.needed_bytes + by_rows) / max(by_rows, 1)
+    if options.accumulate > 1 and not plan.pipeline:
         yield from advice({"accumulate": 1}, "fewer gathers and larger matrix products")
-    else:
-        ladder = (options.batch_per_device * 2**power for power in range(_MAX_DOUBLINGS, 0, -1))
-        found = (one for rows in ladder for one in advice({"batch_per_device": rows}, "larger matrix products"))
-        yield from itertools.islice(found, 1)
+    elif times >= 2:
+        rows = options.batch_per_device * 2 ** min(int(math.log2(times)), _MAX_DOUBLINGS)
+        yield from advice({"batch_per_device": rows}, "larger matrix products")
     clock, kept = plan.timeline, {"reshard_after_forward": False}
     if clock.exposed_s > _WAITING * clock.step_s and options.reshard_after_forward is None and not plan.pipeline:
         whole = sum(plan.layout.stage_bytes(leaf, "use") for leaf in plan.layout.leaves)
@@ -155,17 +154,20 @@ def _reduce(estimate: _Estimate, limit_bytes: int) -> list[Advice]:
 
     if not any(add(*cure) for cure in _cures(estimate)) and not any(add(*cure) for cure in _offloads(estimate)):
         return found[1:]
-    nodes = [estimate.cluster.nodes * 2**power for power in range(1, _MAX_DOUBLINGS)]
     if before.pop("offload", None):
-        sizes = ((num, estimate.after(before | {"nodes": num})) for num in nodes)
-        first = next(((num, size) for num, size in sizes if size is not None and size <= limit_bytes), None)
-        found += [Advice(before | {"nodes": first[0]}, first[1], "or more GPUs")] if first else []
+        for power in range(1, _MAX_DOUBLINGS):
+            changes = before | {"nodes": estimate.cluster.nodes * 2**power}
+            if (after := estimate.after(changes)) is not None and after <= limit_bytes:
+                return [*found[1:], Advice(changes, after, "or more GPUs")]
     return found[1:]
 
 
 def _cures(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield changes of the options, from what costs little time to what costs much."""
     options, cluster, sizes = estimate.options, estimate.cluster, estimate.sizes
+    model_axes = tuple((axis, size) for axis, size in sizes.items() if axis not in ("replica", "fsdp"))
+    if sizes.get("replica", 1) > 1:
+        yield {"mesh": (("fsdp", -1), *model_axes)}, "the state, over all GPUs"
     if options.strategy != "full_shard":
         yield {"strategy": "full_shard"}, "parameters, gradients and optimizer states"
     if estimate.plan is not None:
@@ -175,7 +177,7 @@ def _cures(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
             yield {"accumulate": options.batch_per_device}, "activations and logits"
         job = find_planned_job(options)
         if "tensor" not in sizes and (job.placements or job.axis_rules is not None) and cluster.gpus_per_node > 1:
-            mesh = (("fsdp", -1), *((axis, size) for axis, size in sizes.items() if axis == PIPE))
+            mesh = (("fsdp", -1), *model_axes)
             yield {"mesh": (*mesh, ("tensor", cluster.gpus_per_node))}, "activations; a smaller global batch"
 
 
