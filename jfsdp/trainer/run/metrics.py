@@ -216,7 +216,7 @@ def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], item: str,
     _draw(axes, records, "loss", "training loss, of the batch of a step", linewidth=1)
     _draw(axes, records, "eval_loss", "held-out loss, of rows that are not trained on", marker="o", markersize=4)
     axes.set(title=title, xlabel="step", ylabel=f"loss (nats per {item})")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params("x", integer=True)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path, dpi=120)

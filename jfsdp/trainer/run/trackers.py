@@ -90,8 +90,8 @@ class Lenient:
     """
 
     def __init__(self, name: str, make: Callable[[], Any], say: Callable[[str], None]):
-        self._name, self._say, self._tracker = name, say, None
-        self._tracker = self._try(make)
+        self._name, self._say = name, say
+        self._tracker: Any = self._try(make)
 
     def write(self, record: Mapping[str, Any]) -> None:
         if self._tracker is not None:
