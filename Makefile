@@ -20,7 +20,7 @@ EXTRAS ?= dev,cuda12
 else
 EXTRAS ?= dev,plan
 endif
-NO_GPU := import os; os.path.exists("/dev/nvidiactl") or os.environ.setdefault("JAX_PLATFORMS", "cpu")
+NO_GPU := import glob, os; any(map(glob.glob, ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel*", "/dev/vfio/*"))) or os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -52,7 +52,7 @@ $(STAMP): pyproject.toml models/pyproject.toml constraints.txt
 	@echo "Installing jfsdp with its extras $(EXTRAS) in $(VENV): some minutes, up to 8 GB"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]' -e ./models
-	@echo '$(NO_GPU)' > $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/no_gpu.pth
+	@echo '$(NO_GPU)' > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/no_gpu.pth"
 	@touch $@
 
 train: install ## Train a tiny Llama on the standard library's source; ARGS="--steps 100" for more

@@ -1,6 +1,6 @@
 """Train from a Hugging Face dataset through a PyTorch DataLoader: `python examples/dataloaders.py`.
 
-It runs on two simulated devices of a CPU, and as it stands in several processes too: each reads its own rows of every
+It runs on two simulated devices of a CPU. In several processes (docs/clusters.md) each reads its own rows of every
 global batch. Needs `pip install datasets torch`.
 """
 
@@ -89,6 +89,8 @@ def main(run_dir: Path, steps: int = 60, num_workers: int = 1) -> float:
         # Workers read ahead; with JAX in this process they must not be forks of it.
         workers = {"num_workers": num_workers, "multiprocessing_context": "spawn" if num_workers else None}
         loader = DataLoader(data, batch_sampler=sampler, collate_fn=stack, **workers)  # type: ignore[arg-type]
+        if done >= steps:
+            raise SystemExit(f"{run_dir}: step {done} of {steps} is done; raise steps to go on")
         metrics: Any = None
         for number, batch in enumerate(loader, done + 1):
             if number > steps:

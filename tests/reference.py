@@ -28,15 +28,7 @@ class PlainNNX:
     """An NNX factory as functions of its parameters and its other state."""
 
     def __init__(self, factory, seed):
-        graphdefs = []
-
-        def init():
-            graphdef, *arrays = nnx.split(factory(nnx.Rngs(seed)), nnx.Param, ...)
-            graphdefs.append(graphdef)
-            return arrays
-
-        self.params, self.state = jax.jit(init, compiler_options=INIT_OPTIONS)()
-        self.graphdef = graphdefs[-1]
+        self.graphdef, self.params, self.state = nnx.split(factory(nnx.Rngs(seed)), nnx.Param, ...)
 
     def loss(self, loss_fn, params, state, batch):
         # A map makes new variables: the given ones belong to an outer trace.
@@ -69,6 +61,14 @@ class PlainLinen:
 def plain(source, seed=0):
     """Return a model as functions of its parameters and its other state."""
     return PlainLinen(source, seed) if isinstance(source, tuple) else PlainNNX(source, seed)
+
+
+def first_params(source):
+    """Return the parameters that Flax makes in one program: what `init` makes, too, to the last bit."""
+    if isinstance(source, tuple):
+        return PlainLinen(source, 0).params
+    init = lambda: nnx.split(source(nnx.Rngs(0)), nnx.Param, ...)[1]  # noqa: E731
+    return jax.jit(init, compiler_options=INIT_OPTIONS)()
 
 
 def train(source, loss_fn, tx, batches, *, seed=0, max_grad_norm=None, accumulate=1, frozen=()):

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -229,9 +230,9 @@ def _print_steps(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_metrics(metrics: dict[str, float]) -> str:
-    """Show losses and accuracies; those of a run's speed are in --json."""
-    shown = ("loss", "correct", "eval_loss", "eval_correct")
-    return ", ".join(f"{name} {metrics[name]:.4g}" for name in shown if name in metrics)
+    """Show losses, accuracies and other metrics of a job; those of a run's speed are in --json."""
+    hidden = re.compile(r".*_per_s.*|(data|host|step)_s|goodput|mfu.*|learning_rate|grad_norm|eval_(tokens|rows)")
+    return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if not hidden.fullmatch(name))
 
 
 def _describe(path: Path) -> dict[str, Any]:

@@ -166,6 +166,6 @@ def _print(machine: Machine, findings: list[Finding]) -> None:
         "/dev/shm": _gib(machine.shm_bytes),
         **relevant_settings(machine.env),
     }
-    _print_verdict(console, findings, f"for {(probe.backend or 'an unknown device').upper()}")
+    _print_verdict(console, findings, f"for {probe.backend.upper()}" if probe.backend else "no device is known")
     print_facts(console, facts)
     _print_findings(console, findings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 
 from jfsdp.cli.console import make_console, make_table
 
@@ -22,8 +23,12 @@ class Models:
 
         rows = []
         for name in job_names():
-            job = find_job(name)
-            count = sum(math.prod(x.shape) for x in as_model(job.model).params.values())
+            try:
+                job = find_job(name)
+                count = sum(math.prod(x.shape) for x in as_model(job.model).params.values())
+            except Exception as error:  # of another package
+                print(f"warning: {name} cannot be loaded: {type(error).__name__}: {error}", file=sys.stderr)
+                continue
             row = {"model": name, "parameters": count, "seq_len": job.seq_len, "vocab_size": job.vocab_size}
             rows.append(row | {"pretrained": bool(job.pretrained)})
         if self.json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -103,6 +104,8 @@ class PlanJob(StepOptions):
         of_program = "--dump-hlo" if self.dump_hlo else "--timeline" if self.timeline else ""
         refused = {
             f"--tokens {self.tokens}: must be a positive number, such as 1e12": not 0 <= self.tokens < math.inf,
+            "--write-recipe goes with a compiled plan: without --analytic and --inference": self.write_recipe
+            and (self.analytic or self.inference),
             "--tokens goes with a plan of one program: without --search, --analytic and --inference": self.tokens
             and (self.search or self.analytic or self.inference),
             "--search compiles, and --analytic does not; give one of them": self.search and self.analytic,
@@ -133,22 +136,29 @@ class PlanJob(StepOptions):
     def _plan(self, cluster: Cluster, **more: Any) -> int:
         from jfsdp.plan.advice import advise_job
         from jfsdp.plan.jobs import plan_job
-        from jfsdp.plan.search.space import changes
+        from jfsdp.plan.search.space import recipe_of
         from jfsdp.plan.time.chart import plot_timeline
 
         with progress(quiet=self.json) as tell:
             plan = plan_job(self, cluster, **more, on_progress=tell)
+            tell("estimating other options")
+            advice, note = [], ""
+            try:
+                advice = advise_job(self, cluster, plan.limit_bytes, plan)
+            except Exception as error:  # a plan was made, and is printed
+                note = f"no other options were estimated: {type(error).__name__}: {error}"
+        rate = self.checkpoint_bandwidth * GB
+        training = plan.train(self.tokens, self.checkpoint_every, rate) if self.tokens else None
+        found = plan.to_dict() | _plain(advice) | ({"training": dataclasses.asdict(training)} if training else {})
+        status = self._tell(found, lambda: print_plan(plan, advice, training, verbose=self.verbose), fits=plan.fits)
+        if note:
+            print(f"note: {note}", file=sys.stderr)
         if self.dump_hlo:
             Path(self.dump_hlo).expanduser().write_text(plan.compiled.text)
         if self.timeline:
             plot_timeline(plan, Path(self.timeline).expanduser())
-        training = (
-            plan.train(self.tokens, self.checkpoint_every, self.checkpoint_bandwidth * GB) if self.tokens else None
-        )
-        self._write_recipe(self._base() | changes(self._step_options(), StepOptions()))
-        advice = advise_job(self, cluster, plan.limit_bytes, plan)
-        found = plan.to_dict() | _plain(advice) | ({"training": dataclasses.asdict(training)} if training else {})
-        return self._tell(found, lambda: print_plan(plan, advice, training, verbose=self.verbose), fits=plan.fits)
+        self._write_recipe(recipe_of(self._step_options(), self._base()))
+        return status
 
     def _inference(self, cluster: Cluster, reserve_bytes: int) -> int:
         from jfsdp.plan.inference import plan_inference
@@ -164,7 +174,8 @@ class PlanJob(StepOptions):
         """Return the options of the given recipe, also those that no plan depends on."""
         from jfsdp.trainer.recipes import read_recipe
 
-        return {name: value for name, value in read_recipe(self.recipe).items() if name != "recipe"}
+        fields = {name: value for name, value in read_recipe(self.recipe).items() if name != "recipe"}
+        return fields | {"model": self.model, "factory": self.factory}
 
     def _write_recipe(self, fields: dict[str, Any]) -> None:
         from jfsdp.trainer.recipes import write_recipe

@@ -94,7 +94,10 @@ def _facts(plan: Plan, verbose: bool) -> Iterator[tuple[str, str]]:
     if mfu and plan.mfu_causal not in (None, plan.mfu):
         mfu += f" ({plan.mfu_causal:.1%} causal)"
     yield "throughput", f"{plan.items_per_s:,.0f} {work.item}s/s per GPU{mfu}"
-    yield "bound by", f"{plan.bound_by}; by compute from {plan.compute_bound_rows} rows per GPU on (here {work.rows})"
+    yield (
+        "bound by",
+        f"{plan.bound_by}; by compute from {plan.compute_bound_rows} rows per data shard on (here {work.rows})",
+    )
 
 
 def _training(found: Training) -> Iterator[tuple[str, str]]:
@@ -162,14 +165,14 @@ def _communication(plan: Plan, verbose: bool) -> Any:
     table = _table(*["unit"] * verbose, "communication", "collective", "dtype", "axes", "times", *numbers, "nodes")
     rows: dict[tuple[str, ...], list[float]] = {}
     for row in plan.ledger.rows:
-        if max(row.measured_bytes, row.expected_bytes) >= _LEAST_SENT:
-            unit = "" if row.what == OWN else row.unit or "(root)"
-            place = "across" if row.crosses_nodes else "inside"
-            key = (*[unit] * verbose, row.what, row.kind, row.dtype, f"{'/'.join(row.axes)} ({row.group_size})", place)
-            counts = rows.setdefault(key, [0, 0.0, 0.0])
-            rows[key] = [sum(pair) for pair in zip(counts, (row.count, row.measured_bytes, row.expected_bytes))]
+        unit = "" if row.what == OWN else row.unit or "(root)"
+        place = "across" if row.crosses_nodes else "inside"
+        key = (*[unit] * verbose, row.what, row.kind, row.dtype, f"{'/'.join(row.axes)} ({row.group_size})", place)
+        counts = rows.setdefault(key, [0, 0.0, 0.0])
+        rows[key] = [sum(pair) for pair in zip(counts, (row.count, row.measured_bytes, row.expected_bytes))]
     for (*key, place), (count, *sizes) in rows.items():
-        table.add_row(*key, f"{count}", *(f"{size / GB:.3f}" for size in sizes[: len(numbers)]), place)
+        if max(sizes) >= _LEAST_SENT:
+            table.add_row(*key, f"{count}", *(f"{size / GB:.3f}" for size in sizes[: len(numbers)]), place)
     sizes = [plan.ledger.wire_bytes, plan.ledger.wire_bytes_theory + plan.ledger.own_bytes_theory]
     blank = [""] * (4 + verbose)
     table.add_row("total", *blank, *(f"{size / GB:.3f}" for size in sizes[: len(numbers)]))

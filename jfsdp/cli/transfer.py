@@ -148,7 +148,8 @@ class Export(_ModelOptions):
         copied = _copy_beside(stored.get("config") or {}, written.directory)
         _say_written(self.json, path, written, copied)
         if not self.json and config is not None:
-            print(f"load it: transformers.AutoModelForCausalLM.from_pretrained({str(written.directory)!r})")
+            kind = (config.get("architectures") or ["AutoModelForCausalLM"])[0]
+            print(f"load it: transformers.{kind}.from_pretrained({str(written.directory)!r})")
         return 0
 
     def _export_adapters(self, source: CheckpointSource, job: Job) -> int:
@@ -181,7 +182,10 @@ class Export(_ModelOptions):
             dtype=self.dtype,
             allow_nonfinite=self.allow_nonfinite,
         )
-        _say_written(self.json, source.path, written)
+        run = source.stated("config")
+        _say_written(
+            self.json, source.path, written, _copy_beside(run if isinstance(run, dict) else {}, written.directory)
+        )
         if not self.json:
             print(f"load it: peft.AutoPeftModelForCausalLM.from_pretrained({str(written.directory)!r})")
         return 0
@@ -336,32 +340,32 @@ def _config_of(options: Import, job: Job) -> dict[str, Any]:
     return named | {"pretrained": config_json(job.pretrained, job.config, seq_len, theirs)}
 
 
-_BESIDE = ("tokenizer*", "*token*_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
+_TOKENIZER = ("tokenizer*", "*token*_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
 
 
 def _copy_beside(config: dict[str, Any], target: Path) -> list[str]:
     """Copy what a model needs besides its weights from where a run had it; return the names of the files.
 
     Args:
-      config: of the run. Files beside its tokenizer go before those beside the weights that it began with.
+      config: of the run. Files of the tokenizer come from its directory, generation_config.json from the directory of
+        the weights that the run began with.
     """
-    found: dict[str, Path] = {}
-    for name in ("init_from", "tokenizer"):
-        place = Path(config.get(name) or "").expanduser()
-        if config.get(name) in (None, "byte") or not place.exists():
-            continue
-        directory = place if place.is_dir() else place.parent
-        found |= {file.name: file for glob in (*_BESIDE, "generation_config.json") for file in directory.glob(glob)}
-        if name == "tokenizer" and place.is_file():
-            found["tokenizer.json"] = place
-    template = Path(config.get("chat_template") or "").expanduser()
-    found |= {"chat_template.jinja": template} if template.is_file() else {}
+    base, own, template = (
+        Path(config.get(name) or "").expanduser() for name in ("init_from", "tokenizer", "chat_template")
+    )
+    given = config.get("tokenizer")
+    place = base if given is None else own
+    directory = place if place.is_dir() else place.parent
+    found = {file.name: file for glob in _TOKENIZER for file in directory.glob(glob)} if given != "byte" else {}
+    found = found if config.get("init_from") or given else {}
+    found |= {"tokenizer.json": own} if given and own.is_file() else {}
+    if given not in (None, "byte") and not found:
+        print(f"note: the run's tokenizer {given} is not there; copy its files to {target}", file=sys.stderr)
+    found |= {"generation_config.json": base / "generation_config.json"} if config.get("init_from") else {}
+    found |= {"chat_template.jinja": template} if config.get("chat_template") else {}
+    found = {name: file for name, file in found.items() if file.is_file()}
     for name, file in found.items():
         shutil.copyfile(file, target / name)
-    if not found and config.get("tokenizer") not in (None, "byte"):
-        print(
-            f"note: the run's tokenizer {config['tokenizer']} is not there; copy its files to {target}", file=sys.stderr
-        )
     return sorted(found)
 
 

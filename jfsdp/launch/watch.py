@@ -59,8 +59,8 @@ class Watch:
         self._done = threading.Event()
 
     def __enter__(self) -> Watch:
-        # Two threads: the store does not answer where process 0 is stopped.
-        watches = [self._watch_self] * bool(self.limit_s) + [self._watch_others] * (self.count > 1)
+        # Several threads: the store does not answer where process 0 is stopped, nor a terminal that is stopped.
+        watches = [self._watch_self] * bool(self.limit_s) + [self._watch_others] * (self.count > 1) + [self._show_waits]
         for watch in watches:
             threading.Thread(target=watch, name="jfsdp-watch", daemon=True).start()
         return self
@@ -88,7 +88,6 @@ class Watch:
     def _watch_self(self) -> None:
         while not self._done.wait(_PERIOD_S):
             for place in self._places[-1:]:
-                self.show(place.name, time.monotonic() - place.begin)
                 if place.progress and place.seen is None:
                     place.seen = place.ask()
                 if place.is_told or not place.is_over() or place.has_got_on():
@@ -96,6 +95,13 @@ class Watch:
                 if self._places[-1:] == [place] and place.is_over():  # else it has ended while it was asked
                     place.is_told = True
                     self._say_stuck(place)
+
+    def _show_waits(self) -> None:
+        """In a thread of its own, which may wait for a terminal or a disk."""
+        while not self._done.wait(_PERIOD_S):
+            for place in self._places[-1:]:
+                with contextlib.suppress(Exception):
+                    self.show(place.name, time.monotonic() - place.begin)
 
     def _watch_others(self) -> None:
         while not self._done.wait(_PERIOD_S):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -64,6 +65,7 @@ def saved_bytes(options: StepOptions, devices: Any) -> int:
     planned = shard_planned(options, devices)
     layout, state = planned.model.layout, planned.step.abstract_state()
     shapes = {shape for leaf in layout.leaves for shape in (leaf.shape, leaf.shape[leaf.stacked :])}
+    shapes |= {tuple(x.shape) for x in state.source.values()}
     trained = {path: x for path, x in state.source.items() if layout.by_path[path].trainable}
 
     def saved(trained: Any, batch: Any) -> Any:
@@ -86,6 +88,7 @@ class _Estimate:
         self.options, self.cluster, self.plan = options, cluster, plan
         self.sizes = mesh_sizes(options.mesh, cluster.num_devices)
         self.needed_bytes = plan.needed_bytes if plan else bound_job(options, cluster).state_bytes
+        self._saved: dict[Any, int] = {}
 
     def after(self, changes: dict[str, Any]) -> int | None:
         """Estimate the bytes per device; None where training would refuse the changes."""
@@ -93,7 +96,9 @@ class _Estimate:
         cluster = dataclasses.replace(self.cluster, nodes=changes.pop("nodes", self.cluster.nodes))
         options = dataclasses.replace(self.options, **changes)
         try:
-            state_bytes = bound_job(options, cluster).state_bytes
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a mesh that nobody asked for
+                state_bytes = bound_job(options, cluster).state_bytes
         except ValueError:
             return None
         if self.plan is None:
@@ -101,8 +106,10 @@ class _Estimate:
         by_rows = {name: self.plan.memory.parts[name] for name in _BY_ROWS}
         others = self.needed_bytes - self.plan.state.total - sum(by_rows.values())
         if options.remat != self.options.remat:
-            same = dataclasses.replace(self.options, remat=options.remat)
-            by_rows["activations"] = saved_bytes(same, topology_devices(self.cluster))
+            if options.remat not in self._saved:
+                same = dataclasses.replace(self.options, remat=options.remat)
+                self._saved[options.remat] = saved_bytes(same, topology_devices(self.cluster))
+            by_rows["activations"] = self._saved[options.remat]
         ratio = _rows(options, cluster) / _rows(self.options, self.cluster)
         return int(state_bytes + others + sum(by_rows.values()) * ratio)
 
@@ -133,10 +140,11 @@ def _use(estimate: _Estimate, limit_bytes: int) -> Iterator[Advice]:
         rows = options.batch_per_device * 2 ** min(int(math.log2(times)), _MAX_DOUBLINGS)
         yield from advice({"batch_per_device": rows}, "larger matrix products")
     clock, kept = plan.timeline, {"reshard_after_forward": False}
-    if clock.exposed_s > _WAITING * clock.step_s and options.reshard_after_forward is None and not plan.pipeline:
+    is_resharded = options.reshard_after_forward is None and plan.layout.strategy.axes("param")
+    if is_resharded and clock.exposed_s > _WAITING * clock.step_s and not plan.pipeline:
         whole = sum(plan.layout.stage_bytes(leaf, "use") for leaf in plan.layout.leaves)
         if (needed := plan.needed_bytes + whole) <= _ROOM * limit_bytes:
-            yield Advice(kept, needed, "parameters are gathered once a step")
+            yield Advice(kept, needed, "parameters are gathered once a microbatch")
 
 
 def _reduce(estimate: _Estimate, limit_bytes: int) -> list[Advice]:
@@ -167,7 +175,7 @@ def _cures(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
     options, cluster, sizes = estimate.options, estimate.cluster, estimate.sizes
     model_axes = tuple((axis, size) for axis, size in sizes.items() if axis not in ("replica", "fsdp"))
     if sizes.get("replica", 1) > 1:
-        yield {"mesh": (("fsdp", -1), *model_axes)}, "the state, over all GPUs"
+        yield {"mesh": (("fsdp", -1), *model_axes), "strategy": "full_shard"}, "the state, over all GPUs"
     if options.strategy != "full_shard":
         yield {"strategy": "full_shard"}, "parameters, gradients and optimizer states"
     if estimate.plan is not None:

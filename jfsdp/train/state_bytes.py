@@ -25,7 +25,7 @@ class StateBytes:
       host_params, host_work, host_opt: what is offloaded of params, work and opt, and not counted there.
       padding: the part of params, work and opt that is padding, averaged over devices; in both memories.
       replicated: the part of params, work and opt that every device holds whole; in both memories.
-      checkpoint: of all devices, what a checkpoint holds without frozen parameters.
+      checkpoint: of all devices, what a checkpoint of a run holds: without what is frozen where there are adapters.
       by_leaf: params + work + opt of each leaf.
       host_by_leaf: host_params + host_work + host_opt of each leaf.
     """
@@ -79,9 +79,9 @@ def account(state: TrainState) -> StateBytes:
         if kind == "opt" and leaf is None:
             kind = "counters"
         count[f"host_{kind}" if memory == HOST else kind] += size
-        if part != "work" and (part != "params" or leaf is None or leaf.trainable):
-            shard = array.sharding.shard_shape(array.shape)
-            count["checkpoint"] += size * math.prod(array.shape) // math.prod(shard)
+        if part != "work" and not (part == "params" and leaf and not leaf.trainable and layout.adapters):
+            shape = role.shape if part == "opt_state" else leaf.shape if leaf else array.shape
+            count["checkpoint"] += array_bytes(jax.ShapeDtypeStruct(shape, array.dtype))
         if leaf is not None:
             by_leaf[memory][leaf.path] += size
             count["padding"] += _padding(leaf, size) if padding else 0

@@ -6,6 +6,7 @@ import shutil
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +22,7 @@ class Display:
 
     def __init__(self, is_writer: bool) -> None:
         self.is_writer, self.is_live = is_writer, is_writer and sys.stdout.isatty()
-        self._lock, self._told_s = threading.Lock(), _TOLD_S
+        self._lock, self._told_s, self._line, self._shown_s = threading.Lock(), _TOLD_S, "", 0.0
 
     def say(self, text: str) -> None:
         """Print a line for good."""
@@ -30,20 +31,31 @@ class Display:
                 print("\r\x1b[2K" * self.is_live + text, flush=True)
 
     def show(self, text: str) -> None:
-        """Replace the live line; without a terminal do nothing."""
-        with self._lock:
-            if self.is_live:
-                print(f"\r\x1b[2K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
+        """Replace the live line, ten times a second at most; without a terminal do nothing."""
+        now = time.monotonic()
+        if text and now - self._shown_s < 0.1:
+            return
+        self._line, self._shown_s = text, now
+        self._draw(text)
 
     def wait(self, what: str, seconds: float) -> None:
-        """Show what is under way since so many seconds; a log has a line after 30 s, and each time that doubles."""
+        """Show what is under way since so many seconds, steps after the live line.
+
+        A log has a line of what is no step after 30 s, and each time that doubles.
+        """
+        is_step = what.startswith("step ")
         if seconds < _FIRST_S:
             self._told_s = _TOLD_S
         elif self.is_live:
-            self.show(f"{what}: {seconds:.0f} s")
-        elif seconds >= self._told_s:
+            self._draw(f"{self._line}  {what}: {seconds:.0f} s".strip() if is_step else f"{what}: {seconds:.0f} s")
+        elif seconds >= self._told_s and not is_step:
             self._told_s *= 2
             self.say(f"{what}: {seconds:.0f} s so far")
+
+    def _draw(self, text: str) -> None:
+        with self._lock:
+            if self.is_live:
+                print(f"\r\x1b[2K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
 
 
 def format_facts(facts: Mapping[str, str], width: int | None) -> str:
@@ -52,7 +64,7 @@ def format_facts(facts: Mapping[str, str], width: int | None) -> str:
     names = {name: f"{name:{indent}}" for name in facts}
     if width is None:
         return "\n".join(names[name] + text for name, text in facts.items())
-    wrap = textwrap.TextWrapper(width, subsequent_indent=" " * indent, break_on_hyphens=False)
+    wrap = textwrap.TextWrapper(width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
     return "\n".join(wrap.fill(names[name] + text) for name, text in facts.items())
 
 

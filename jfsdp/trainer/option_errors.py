@@ -72,7 +72,8 @@ def check_known(args: Sequence[str], kind: type) -> None:
         name = arg.partition("=")[0].replace("_", "-")
         if arg.startswith("--") and name not in known and not arg.startswith("--tyro-"):
             close, field = ", ".join(_close_options(name, names)), name[2:].removeprefix("no-").replace("-", "_")
-            instead = ELSEWHERE.get(field) or REMOVED.get(field, ("", ""))[1]
+            instead = ELSEWHERE.get(field, "")
+            instead = instead if instead.split(" ")[0] in names else REMOVED.get(field, ("", ""))[1]
             remedy = f"use {instead}" if instead else f"there is {close}" if close else "--help lists them"
             raise ValueError(f"{arg.partition('=')[0]}: there is no such option; {remedy}")
 

@@ -66,13 +66,15 @@ def write_recipe(path: str, fields: Mapping[str, Any], kind: type) -> None:
     """Write a recipe: as TOML, each option under the first sentence of its help, or as JSON (`*.json`).
 
     Args:
-      fields: values by option; None is left to the default.
+      fields: values by option; those that `kind` does not have are left out.
       kind: the dataclass of the options.
     """
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    fields = {name: value for name, value in read_fields(kind, fields).items() if name in defaults}
     text = json.dumps(fields, indent=2) + "\n"
     if not path.endswith(".json"):
         first = {name: re.split(r"\.(?:\s|$)", help)[0].replace("\n", " ") for name, help in help_of(kind).items()}
-        given = {name: value for name, value in fields.items() if value is not None}
+        given = {name: value for name, value in fields.items() if value is not None or defaults[name] is not None}
         text = "\n".join(f"# {first[name]}.\n{name} = {_toml(kind, name, value)}\n" for name, value in given.items())
     Path(path).expanduser().write_text(text, encoding="utf-8")
 
@@ -82,8 +84,8 @@ def _toml(kind: type, name: str, value: Any) -> str:
     for text in (write(value), [write((item,)) for item in value]) if isinstance(value, tuple) else ():
         with contextlib.suppress(TypeError, ValueError):
             if read_fields(kind, {name: text})[name] == value:
-                return json.dumps(text)
-    return json.dumps(value)
+                return json.dumps(text, ensure_ascii=False)
+    return json.dumps("none" if value is None else value, ensure_ascii=False)
 
 
 def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozenset()) -> Options:

@@ -190,7 +190,7 @@ def test_an_export_has_the_files_that_its_run_found_beside_weights_and_tokenizer
     jfsdp.checkpoint.save(tmp_path / "saved", state, config={"config": stated})
     out, err = call("export", tmp_path / "saved", tmp_path / "out")
     assert "note" not in err
-    check_facts(out, "generation_config.json", "AutoModelForCausalLM", str(tmp_path / "out"))
+    check_facts(out, "generation_config.json", "LlamaForCausalLM.from_pretrained", str(tmp_path / "out"))
     copied = {"generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"}
     assert {file.name for file in (tmp_path / "out").iterdir()} == copied | {"config.json", "model.safetensors"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "mine/my.json"

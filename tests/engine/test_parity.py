@@ -196,7 +196,7 @@ def test_a_mean_trains_as_the_sum_with_its_weight(monkeypatch):
 @functools.cache
 def first_parameters(model):
     """The parameters that Flax makes: what `init` makes, too, to the last bit."""
-    return reference.named(reference.plain(MODELS[model].source).params)
+    return reference.named(reference.first_params(MODELS[model].source))
 
 
 def compare_first_bits(layout, params, wanted):

@@ -59,6 +59,11 @@ def test_loops_are_named_by_what_they_move_and_when(clock):
     assert found == {"a": "forward of layers", "b": "loss", "c": "backward of layers", "t": "tick"}
 
 
+def test_a_step_without_loops_is_one_panel():
+    (only,) = draw_timeline(timeline(f"%a {DOT}", f"%b {COPY}"), {}).axes
+    assert [label.get_text() for label in only.get_yticklabels()] == ["compute"]
+
+
 def test_what_runs_over_tensor_has_a_lane_of_its_own(clock):
     _, layer = draw_timeline(clock, {"g": "layers"}, {"h": "tensor", "a": "tensor"}).axes
     assert bars(layer) == {

@@ -16,7 +16,7 @@ from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 from jfsdp.plan.jobs import bound_job, mesh_sizes, shard_planned
 from jfsdp.plan.search.search import Outcome, SearchSpace, pareto_front, search_job
-from jfsdp.plan.search.space import placements, tensors, xla_choices
+from jfsdp.plan.search.space import placements, recipe_of, tensors, xla_choices
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.parse import read_fields, write
 from jfsdp.trainer.recipes import load_recipe
@@ -144,6 +144,12 @@ def test_a_recipe_is_what_training_then_runs(found, tmp_path):
     for field in dataclasses.fields(StepOptions):
         assert getattr(config, field.name) == getattr(found.best.options, field.name), field.name
     assert set(found.recipe()) == {"model", "seq_len", *found.best.changes}
+
+
+def test_a_recipe_keeps_an_option_that_was_set_back_to_its_default():
+    base = {"model": "llama-tiny", "remat": "none", "steps": 7}
+    found = recipe_of(StepOptions(model="llama-tiny", remat="full", accumulate=2), base)
+    assert found == {"model": "llama-tiny", "remat": "full", "steps": 7, "accumulate": 2}
 
 
 def test_what_cannot_be_compiled_is_recorded_and_the_search_goes_on():

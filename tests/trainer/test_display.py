@@ -24,11 +24,12 @@ def test_a_log_has_no_live_line_and_says_of_a_wait_when_its_time_doubles(capsys)
         display.wait("compiling", seconds)
     display.wait("step 2", 0)
     display.wait("step 2", 30)
+    display.wait("saving", 30)
     found = capsys.readouterr().out.splitlines()
     assert found == [f"{what}: {seconds} s so far" for what, seconds in _TOLD]
 
 
-_TOLD = [("compiling", 30), ("compiling", 60), ("compiling", 120), ("step 2", 30)]
+_TOLD = [("compiling", 30), ("compiling", 60), ("compiling", 120), ("saving", 30)]
 
 
 def test_other_processes_print_nothing(capsys):

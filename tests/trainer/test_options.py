@@ -239,8 +239,13 @@ def test_a_recipe_with_values_that_no_command_takes_is_refused_by_option(fields,
 def test_a_written_recipe_is_read_as_the_same_options(ending, tmp_path):
     changed = {name: made(TrainConfig, **{name: text}) for name, text in TEXTS.items()}
     fields = {name: getattr(config, name) for name, config in changed.items()}
-    fields |= {"model": 'a "name" with \\', "steps": 7, "learning_rate": 1e-20, "skip_nonfinite": True, "program": None}
-    write_recipe(path := str(tmp_path / f"mine.{ending}"), fields, TrainConfig)
+    fields |= {"model": 'a "name" with \\ 🦙', "steps": 7, "learning_rate": 1e-20, "skip_nonfinite": True}
+    fields |= {"program": None, "max_grad_norm": None, "param_dtype": None}  # only the first is a default
+    given = fields | {
+        "model_config": dict(fields["model_config"]),
+        "nodes": 8,
+    }  # as a recipe has it; a plan's own option
+    write_recipe(path := str(tmp_path / f"mine.{ending}"), given, TrainConfig)
     found = load_recipe(TrainConfig(), path)
     assert {name: getattr(found, name) for name in fields} == fields
     if ending == "toml":

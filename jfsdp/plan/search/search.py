@@ -31,6 +31,7 @@ from jfsdp.plan.search.space import (
     leaner,
     placements,
     programs,
+    recipe_of,
     remats,
     tensors,
     value_names,
@@ -158,18 +159,18 @@ class Search:
         least = min(planned, key=lambda one: one.needed_bytes)
         return (
             f"{self.title}: nothing that was tried fits: the least is {least.needed_bytes / 2**30:.1f} GiB of "
-            f"{self.limit_bytes / 2**30:.1f} GiB ({least.label}); take more nodes, a shorter sequence, a smaller batch "
-            "per device, --remat full, --offload opt_state,params, or GPUs with more memory"
+            f"{self.limit_bytes / 2**30:.1f} GiB ({least.label}); take more nodes or shorter rows"
         )
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data: bytes per device, seconds per step."""
-        names = ("title", "item", "limit_bytes", "elapsed_s", "is_complete", "gain", "advice")
+        names = ("title", "item", "limit_bytes", "elapsed_s", "is_complete", "gain")
         return {
             **{name: getattr(self, name) for name in names},
             "default": self.default.to_dict(),
             "best": self.best and self.best.to_dict(),
             "front": [one.to_dict() for one in self.front],
+            "remedy": self.advice,
             "recipe": self.recipe() or None,
             "tried": [one.to_dict() for one in self.tried],
         }
@@ -178,8 +179,7 @@ class Search:
         """Return the best as fields of `TrainConfig`: the model, and what differs from the defaults; {}: none fits."""
         if self.best is None:
             return {}
-        found = changes(self.best.options, StepOptions()) | changes(self.best.options, self.default.options)
-        return {**self.base, "model": self.best.options.model, **found}
+        return recipe_of(self.best.options, self.base)
 
 
 def rank(one: Candidate) -> tuple[float, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -72,6 +72,13 @@ def changes(options: StepOptions, default: StepOptions) -> dict[str, Any]:
     """Return the fields of options that differ from those of a default, in the order of the fields."""
     names = [field.name for field in dataclasses.fields(StepOptions)]
     return {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
+
+
+def recipe_of(options: StepOptions, base: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a recipe as fields of `TrainConfig`: a base, updated by the options, and options that are not defaults."""
+    default, names = StepOptions(), [field.name for field in dataclasses.fields(StepOptions)]
+    given = {name: getattr(options, name) for name in names}
+    return {**base, **{name: x for name, x in given.items() if name in base or x != getattr(default, name)}}
 
 
 def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:

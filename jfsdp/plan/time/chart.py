@@ -152,7 +152,7 @@ def draw_timeline(
         for event in timeline.events
     ]
     step, *loops = find_panels(dataclasses.replace(timeline, events=tuple(moved)), names)
-    heights = [len(step.lanes), *[max(len(panel.lanes) for panel in loops)] * bool(loops)]
+    heights = [len(step.lanes), *([max(len(panel.lanes) for panel in loops)] if loops else [])]
     figure = load("matplotlib.figure").Figure(figsize=(_WIDTH, 1.6 + 0.5 * sum(heights)), dpi=120, layout="constrained")
     grid = figure.add_gridspec(len(heights), max(1, len(loops)), height_ratios=heights)  # needs no display
     top = figure.add_subplot(grid[0, :])

@@ -110,7 +110,7 @@ class Loop:
                     in_flight.append(metrics["loss"])
                     while len(in_flight) >= max_in_flight:
                         loss = in_flight.pop(0).block_until_ready()
-                        self._show(step - len(in_flight), loss)
+                        self._show(step, loss, len(in_flight))
                     if not is_first:
                         self.pace.add(data_s, host_s)
                     if self.config.profile and step >= self.config.profile[1]:
@@ -231,9 +231,9 @@ class Loop:
                 self.display.say(f"{head}held-out loss {record['eval_loss']:.4f}{accuracy(record)}")
         self.goodput.write()
 
-    def _show(self, step: int, loss: Any) -> None:
-        """Show on a terminal how far the run is: a step that has ended, and its loss."""
-        steps, step_s = self.config.steps, self.throughput.step_s
+    def _show(self, step: int, loss: Any, num_running: int) -> None:
+        """Show on a terminal how far the run is: the newest step that has ended, and its loss."""
+        steps, step_s, step = self.config.steps, self.throughput.mean_step_s(num_running), step - num_running
         if self.display.is_live and step_s is not None:
             rate = f"{self.throughput.items_per_step / step_s:,.0f} {self.throughput.item}s/s"
             left = f"{time_left((steps - step) * step_s)} left"

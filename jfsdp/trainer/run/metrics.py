@@ -138,15 +138,18 @@ class Throughput:
         yield
         self._paused_s += time.perf_counter() - begin
 
-    @property
-    def step_s(self) -> float | None:
-        """Mean seconds of the steps since the last `take` or `restart`; None: there are none."""
-        passed = time.perf_counter() - self._start - self._paused_s
-        return passed / self._num_steps if self._num_steps else None
+    def mean_step_s(self, num_running: int = 0) -> float | None:
+        """Return the mean seconds of the steps since the last `take` or `restart`; None: there are none.
+
+        Args:
+          num_running: steps that were counted and have not ended.
+        """
+        passed, num_ended = time.perf_counter() - self._start - self._paused_s, self._num_steps - num_running
+        return passed / num_ended if num_ended > 0 else None
 
     def take(self) -> Record:
         """Return the rates since the last `take` or `restart`, and start anew."""
-        step_s, items_per_s = self.step_s, None
+        step_s, items_per_s = self.mean_step_s(), None
         per_device = mfu = mfu_causal = None
         if step_s is not None:
             items_per_s = self.items_per_step / step_s

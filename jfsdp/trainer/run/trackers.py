@@ -7,7 +7,10 @@ the tracker's run with the same id: the name of the run's directory and the seco
 from __future__ import annotations
 
 import math
+import queue
 import re
+import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,50 +67,58 @@ class MLflow:
     """
 
     def __init__(self, experiment: str, described: Mapping[str, Any]):
-        self._mlflow, tag = load("mlflow", "mlflow"), {"jfsdp.run": run_id(described)}
-        self._mlflow.set_experiment(experiment)
-        (key, value), *_ = tag.items()
-        found = self._mlflow.search_runs(filter_string=f"tags.`{key}` = '{value}'", output_format="list")
-        begun = {"run_id": found[0].info.run_id} if found else {"run_name": Path(described["run_dir"]).name}
-        self._mlflow.start_run(**begun, tags=tag)
-        if not found:
-            self._mlflow.log_params(described["config"])
+        mlflow, name = load("mlflow", "mlflow"), run_id(described)
+        self._entities, self._client = load("mlflow.entities", "mlflow"), mlflow.MlflowClient()
+        where = mlflow.set_experiment(experiment).experiment_id
+        found = self._client.search_runs([where], f"tags.`jfsdp.run` = '{name}'")
+        title = Path(described["run_dir"]).name
+        run = found[0] if found else self._client.create_run(where, tags={"jfsdp.run": name}, run_name=title)
+        self._id = run.info.run_id
+        for key, value in {} if found else described["config"].items():
+            self._client.log_param(self._id, key, value)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        self._mlflow.log_metrics(numbers_of(record), step=record["step"])
+        now, step = int(time.time() * 1000), record["step"]
+        metrics = [self._entities.Metric(name, value, now, step) for name, value in numbers_of(record).items()]
+        self._client.log_batch(self._id, metrics)
 
     def close(self) -> None:
-        self._mlflow.end_run()
+        self._client.set_terminated(self._id)
 
 
 class Lenient:
-    """A tracker that ends no run: what fails is said, and after that nothing more is written.
+    """A tracker that neither ends a run nor holds it up: it works in a thread, and what fails there is said.
 
     Args:
       name: for messages.
       make: begins the tracker.
       say: prints a line.
+      patience_s: how long the end of a run waits for what is still to be sent.
     """
 
-    def __init__(self, name: str, make: Callable[[], Any], say: Callable[[str], None]):
-        self._name, self._say = name, say
-        self._tracker: Any = self._try(make)
+    def __init__(self, name: str, make: Callable[[], Any], say: Callable[[str], None], patience_s: float = 60.0):
+        self._name, self._make, self._say, self._patience_s = name, make, say, patience_s
+        self._records: queue.SimpleQueue[Mapping[str, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"jfsdp {name}", daemon=True)
+        self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        if self._tracker is not None:
-            self._try(lambda: self._tracker.write(record))
+        self._records.put(record)
 
     def close(self) -> None:
-        if self._tracker is not None:
-            self._try(self._tracker.close)
+        self._records.put(None)
+        self._thread.join(self._patience_s)
+        if self._thread.is_alive():
+            self._say(f"note: {self._name} did not take the last lines within {self._patience_s:g} s")
 
-    def _try(self, do: Callable[[], Any]) -> Any:
+    def _work(self) -> None:
         try:
-            return do()
+            tracker = self._make()
+            while (record := self._records.get()) is not None:
+                tracker.write(record)
+            tracker.close()
         except Exception as error:  # of its network, its server, its disk
-            self._tracker = None
             self._say(f"note: {self._name} gets no more of this run: {type(error).__name__}: {error}")
-            return None
 
 
 def run_id(described: Mapping[str, Any]) -> str:

@@ -82,6 +82,8 @@ class Run:
             with runs.only_writer(self.run_dir) if self.is_writer else contextlib.nullcontext():
                 self._run()
         finally:
+            self.watch.show = lambda what, seconds: None
+            self.display.show("")
             with contextlib.suppress(OSError):
                 self.run_dir.rmdir()  # only if nothing was written
 
@@ -337,7 +339,8 @@ class Run:
         if not self.is_writer:
             return
         records = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-        title = f"{self.parts.job.name} on {self.config.data}" if self.config.data else self.parts.job.name
+        job = self.parts.job
+        title = (job.name if callable(job.data) else f"{job.name} on {self.config.data}").replace("$", r"\$")
         save_loss_curve(self.run_dir / "loss.png", records, self.source.counted, title)
         evaluated = next((one for one in reversed(records) if one.get("eval_loss") is not None), {})
         summary = {

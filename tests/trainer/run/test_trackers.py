@@ -2,6 +2,7 @@
 
 import json
 import math
+import threading
 
 import pytest
 
@@ -37,7 +38,7 @@ def test_mlflow_goes_on_in_the_same_run(described, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path / 'mlflow'}")
     write_twice(MLflow, described)
     (run,) = mlflow.search_runs(experiment_names=["jfsdp-test"], output_format="list")
-    assert run.data.params["steps"] == "2" and run.info.run_name == "a run"
+    assert run.data.params["steps"] == "2" and (run.info.run_name, run.info.status) == ("a run", "FINISHED")
     assert run.data.metrics == {"step": 2, "loss": 1.5, "mfu": 0.4, "grad_norm": 1.0, "num_skipped": 0}
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
     assert [(one.step, one.value) for one in history] == [(1, 2.0), (2, 1.5)]
@@ -75,6 +76,16 @@ def test_a_tracker_that_fails_is_said_once_and_written_to_no_more():
     (line,) = told
     assert inner.written == [{"step": 1}] and not inner.closed
     assert all(fact in line for fact in ("--wandb x", "ConnectionError", "no route"))
+
+
+def test_a_tracker_that_hangs_holds_up_nothing():
+    told: list[str] = []
+    hanging = threading.Event()
+    tracker = Lenient("--wandb x", hanging.wait, told.append, patience_s=0.05)
+    tracker.write({"step": 1})
+    tracker.close()
+    hanging.set()
+    assert len(told) == 1 and "0.05 s" in told[0]
 
 
 def test_a_tracker_that_does_not_begin_is_said_too():
