@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import PIPE, model_mesh
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import topology_devices
@@ -21,6 +22,7 @@ from jfsdp.trainer.options import StepOptions
 _BY_ROWS = ("activations", "logits", "attention", "compute", "workspace", "batch")
 _ROOM = 0.9  # the part of the limit that an estimate may take
 _WAITING = 0.02  # the part of a step from which waiting for communication is worth memory
+_WORTH = 0.97  # of the memory before, that a change leaves at most
 _MAX_DOUBLINGS = 10
 
 
@@ -31,8 +33,8 @@ class Advice:
     Attributes:
       changes: new values by field of `StepOptions`, and of `nodes`. They include those of the advice before it where
         the job does not fit.
-      needed_bytes: per GPU, estimated: the state by its layout, values saved for the backward by a trace, and of the
-        plan's other parts those in proportion that grow with the rows of a microbatch.
+      needed_bytes: per GPU, estimated: the state by its layout, values saved for the backward by a trace, gradients in
+        proportion to their shards, and of the plan's other parts those in proportion that grow with the rows.
       parts: the parts of the memory that change, in words.
     """
 
@@ -66,17 +68,16 @@ def saved_bytes(options: StepOptions, devices: Any) -> int:
     layout, state = planned.model.layout, planned.step.abstract_state()
     shapes = {shape for leaf in layout.leaves for shape in (leaf.shape, leaf.shape[leaf.stacked :])}
     shapes |= {tuple(x.shape) for x in state.source.values()}
-    trained = {path: x for path, x in state.source.items() if layout.by_path[path].trainable}
+    trained = {path for path in state.source if layout.by_path[path].trainable}
 
-    def saved(trained: Any, batch: Any) -> Any:
-        def total(trained: Any) -> Any:
-            source = {**state.source, **trained}
-            return as_loss(planned.model.apply(planned.job.loss, source, state.model_state, batch)[0]).total
+    def saved(source: Any, model_state: Any, batch: Any) -> Any:
+        def total(chosen: Any) -> Any:
+            return as_loss(planned.model.apply(planned.job.loss, source | chosen, model_state, batch)[0]).total
 
-        return jax.vjp(total, trained)[1]
+        return jax.vjp(total, {path: source[path] for path in trained})[1]
 
     with model_mesh(planned.model.mesh), jax.default_device(devices[0]):
-        found = jax.tree.leaves(jax.eval_shape(saved, trained, planned.batch))
+        found = jax.tree.leaves(jax.eval_shape(saved, state.source, state.model_state, planned.batch))
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in found if tuple(x.shape) not in shapes]
     return sum(sizes) // len(devices) // options.accumulate
 
@@ -98,20 +99,26 @@ class _Estimate:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of a mesh that nobody asked for
-                state_bytes = bound_job(options, cluster).state_bytes
+                bound = bound_job(options, cluster)
         except ValueError:
             return None
         if self.plan is None:
-            return state_bytes
+            return bound.state_bytes
         by_rows = {name: self.plan.memory.parts[name] for name in _BY_ROWS}
-        others = self.needed_bytes - self.plan.state.total - sum(by_rows.values())
+        grads = self.plan.memory.parts["gradients"]
+        others = self.needed_bytes - self.plan.state.total - sum(by_rows.values()) - grads
+        grads *= _grad_bytes(bound.layout) / max(1, _grad_bytes(self.plan.layout))
         if options.remat != self.options.remat:
             if options.remat not in self._saved:
                 same = dataclasses.replace(self.options, remat=options.remat)
                 self._saved[options.remat] = saved_bytes(same, topology_devices(self.cluster))
             by_rows["activations"] = self._saved[options.remat]
         ratio = _rows(options, cluster) / _rows(self.options, self.cluster)
-        return int(state_bytes + others + sum(by_rows.values()) * ratio)
+        return int(bound.state_bytes + grads + others + sum(by_rows.values()) * ratio)
+
+
+def _grad_bytes(layout: Layout) -> int:
+    return sum(layout.stage_bytes(leaf, "grad") for leaf in layout.leaves if leaf.trainable)
 
 
 def _rows(options: StepOptions, cluster: Cluster) -> float:
@@ -155,7 +162,7 @@ def _reduce(estimate: _Estimate, limit_bytes: int) -> list[Advice]:
 
     def add(changes: dict[str, Any], parts: str) -> bool:
         after = estimate.after(before | changes)
-        if after is not None and after < found[-1].needed_bytes:
+        if after is not None and after < _WORTH * found[-1].needed_bytes:
             found.append(Advice(before | changes, after, parts))
             before.update(changes)
         return found[-1].needed_bytes <= limit_bytes

@@ -8,6 +8,7 @@ from jfsdp.plan.advice import advise_job
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.jobs import plan_job
 from jfsdp.trainer.options import StepOptions
+from tests.options import made
 
 H100 = Cluster(find_gpu("h100"), 1)
 LLAMA = {"model": "llama-1b", "model_config": (("num_layers", 2),), "seq_len": 4096}
@@ -20,13 +21,13 @@ def compiled_bytes(options, changes):
 @pytest.mark.parametrize(
     ("more", "names"),
     [
-        ({"batch_per_device": 8}, ["remat", "batch_per_device"]),
+        ({"batch_per_device": 8, "lora": ("rank=16,targets=**.kernel",)}, ["remat", "batch_per_device"]),
         ({"batch_per_device": 8, "accumulate": 4, "remat": "dots"}, ["accumulate", "reshard_after_forward"]),
     ],
-    ids=["rows", "microbatches"],
+    ids=["adapters", "microbatches"],
 )
 def test_what_uses_free_memory_needs_about_what_was_estimated(more, names):
-    options = StepOptions(**LLAMA, **more)
+    options = made(StepOptions, **LLAMA, **more)
     plan = plan_job(options, H100)
     advice = advise_job(options, H100, plan.limit_bytes, plan)
     assert [list(one.changes) for one in advice] == [[name] for name in names]
