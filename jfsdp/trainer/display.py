@@ -60,7 +60,7 @@ class Display:
 
 def format_facts(facts: Mapping[str, str], width: int | None) -> str:
     """Write a line for each fact, its name first; a text longer than `width` continues below where it began."""
-    indent = max(map(len, facts)) + 2
+    indent = max(9, *map(len, facts)) + 2  # at least that of a run's start, which the program follows later
     names = {name: f"{name:{indent}}" for name in facts}
     if width is None:
         return "\n".join(names[name] + text for name, text in facts.items())

@@ -42,8 +42,8 @@ def test_other_processes_print_nothing(capsys):
 def test_facts_are_aligned_and_continue_where_they_began():
     facts = {"run": "runs/a", "sharding": "full_shard on fsdp=8, 8 x cpu"}
     assert format_facts(facts, 30).splitlines() == [
-        "run       runs/a",
-        "sharding  full_shard on",
-        "          fsdp=8, 8 x cpu",
+        "run        runs/a",
+        "sharding   full_shard on",
+        "           fsdp=8, 8 x cpu",
     ]
-    assert format_facts(facts, None).splitlines()[1] == "sharding  full_shard on fsdp=8, 8 x cpu"
+    assert format_facts(facts, None).splitlines()[1] == "sharding   full_shard on fsdp=8, 8 x cpu"
