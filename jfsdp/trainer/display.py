@@ -30,6 +30,10 @@ class Display:
             if self.is_writer:
                 print("\r\x1b[2K" * self.is_live + text, flush=True)
 
+    def facts(self, facts: Mapping[str, str]) -> None:
+        """Print facts for good, wrapped at the width of a terminal."""
+        self.say(format_facts(facts, shutil.get_terminal_size().columns if self.is_live else None))
+
     def show(self, text: str) -> None:
         """Replace the live line, ten times a second at most; without a terminal do nothing."""
         now = time.monotonic()
@@ -66,11 +70,6 @@ def format_facts(facts: Mapping[str, str], width: int | None) -> str:
         return "\n".join(names[name] + text for name, text in facts.items())
     wrap = textwrap.TextWrapper(width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False)
     return "\n".join(wrap.fill(names[name] + text) for name, text in facts.items())
-
-
-def terminal_width() -> int | None:
-    """Return the columns of the terminal; None where standard output is none, and lines may be long."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def time_left(seconds: float) -> str:

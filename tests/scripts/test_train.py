@@ -15,6 +15,7 @@ import pytest
 
 from jfsdp.launch.watch import Watch
 from jfsdp.trainer.job import load_job
+from jfsdp.trainer.run.directory import read_config
 from jfsdp.trainer.run.weights import describe_model, stated_by_weights
 from tests.refusals import check_facts
 from tests.scripts.command import ONE_LAYER, ROOT, read_losses, read_metrics, train, write_corpus
@@ -67,6 +68,8 @@ def test_a_run_leaves_curve_events_trace_sample_and_summary_and_tells_a_tracker_
     run_dir, output = unbroken
     told = [f"{line['step']} {line['loss']}" for line in read_metrics(run_dir)]
     assert (run_dir / "mine.txt").read_text().splitlines() == [str(STEPS), *told, "closed"]
+    saved = read_config(run_dir / "checkpoints" / str(STEPS))
+    assert saved == read_config(run_dir), "what a tracker is told besides is in no checkpoint"
     check_facts(output, "40 documents", "4 held out", f"step {STEPS}/{STEPS}")
     assert (run_dir / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert list((run_dir / "tensorboard").glob("events.out.tfevents.*"))

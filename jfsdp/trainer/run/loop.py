@@ -19,7 +19,7 @@ from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.step import Metrics, TrainStep
-from jfsdp.trainer.display import Display, accuracy, describe, format_facts, terminal_width, time_left
+from jfsdp.trainer.display import Display, accuracy, describe, time_left
 from jfsdp.trainer.options import as_options
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.evaluate import Evaluation
@@ -100,9 +100,8 @@ class Loop:
                 if all(loss.is_ready() for loss in in_flight):  # the devices had nothing left to do
                     self.goodput.move(data_s, "data")
                 is_first = step == first + 1
-                with self.watch.at(
-                    f"compiling, and step {step}" if is_first else f"step {step}", PATIENT if is_first else 1
-                ):
+                name, patience = (f"compiling, and step {step}", PATIENT) if is_first else (f"step {step}", 1)
+                with self.watch.at(name, patience):
                     self.goodput.to("compile" if is_first else "train")
                     state, metrics = self._take_step(state, batch, is_first)
                     self.goodput.to("train")
@@ -128,8 +127,7 @@ class Loop:
         begin = time.perf_counter()
         batch = self.step.shard_batch(batch)
         spec = self.step.resolve(batch)
-        facts = {"program": f"{spec.program} ({as_options(spec.reason)})"}
-        self.display.say(format_facts(facts, terminal_width()))
+        self.display.facts({"program": f"{spec.program} ({as_options(spec.reason)})"})
         if jax.process_count() > 1:
             check_alike({"the program of a step": self.step.fingerprint(state, batch)})
         state, metrics = self.step(state, batch)

@@ -26,7 +26,7 @@ from jfsdp.layout.lint import advise
 from jfsdp.layout.report import describe_mesh
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
-from jfsdp.trainer.display import Display, accuracy, format_facts, harmless, terminal_width
+from jfsdp.trainer.display import Display, accuracy, harmless
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run import resume_rules
 from jfsdp.trainer.run.build import Parts
@@ -142,7 +142,7 @@ class Run:
             "batch": f"{source.describe_batch(parts.global_batch)} per step{accumulated}",
             "attention": describe_attention(parts.job, parts.model, parts.row_items, **crossed),
         }
-        self.say(format_facts({name: text for name, text in facts.items() if text}, terminal_width()))
+        self.display.facts({name: text for name, text in facts.items() if text})
         for warning in advise(layout):
             self.say(f"note: {warning}")
         if config.steps > (decay_steps := parts.decides["decay_steps"]):
@@ -274,13 +274,13 @@ class Run:
                 JsonLines(self.run_dir / "metrics.jsonl"),
                 TensorBoard(self.run_dir / "tensorboard", self.first + 1),
             ]
-            described = described | {"run_dir": str(self.run_dir)}
+            told = described | {"run_dir": str(self.run_dir)}
             for option, kind in (("wandb", Wandb), ("mlflow", MLflow)):
                 if (name := getattr(self.config, option)) is not None:
-                    begin = functools.partial(kind, name, described)
+                    begin = functools.partial(kind, name, told)
                     writers.append(Lenient(f"--{option} {name}", begin, self.say))
             if parts.tracker is not None:
-                tracker = parts.tracker(described)
+                tracker = parts.tracker(told)
                 if not all(callable(getattr(tracker, name, None)) for name in ("write", "close")):
                     returned = f"--tracker {self.config.tracker} returned a {type(tracker).__name__}"
                     raise ValueError(f"{returned}; return an object with write(record) and close()")
