@@ -1,15 +1,12 @@
 # On a machine with only Python (3.11 or newer) and make, `make train` and `make test` do all the set-up they need.
 
-# The newest supported Python that runs here, by its name or among pyenv's versions: newer ones get a newer JAX.
-ifndef PYTHON
-PYTHON := $(shell for v in 3.13 3.12 3.11; do \
-    for p in python$$v "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$v.*/bin/python$$v; do \
-      "$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && exit; done; done; echo python3)
-endif
-VENV ?= .venv
-PYTHONS = $(shell for v in 3.11 3.12 3.13; do \
+# The supported Pythons that run here, by their names or among pyenv's versions. The newest gets the newest JAX.
+PYTHONS := $(shell for v in 3.11 3.12 3.13; do \
     for p in python$$v "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$v.*/bin/python$$v; do \
       "$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && break; done; done)
+PYTHON ?= $(or $(lastword $(PYTHONS)),python3)
+OLDEST := $(filter %python3.11,$(PYTHONS))
+VENV ?= .venv
 WORKERS ?= 2
 ARGS ?=
 
@@ -34,8 +31,6 @@ QUICK := tests/layout $(addprefix tests/test_,house.py arguments.py options_page
 # Steps that equal one device, in every program, strategy, storage form and mesh.
 PARITY := $(addprefix tests/engine/test_,parity.py manual_parity.py pipeline_parity.py) tests/train/test_storage.py \
   tests/test_compat.py
-OLDEST := $(shell for p in python3.11 "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.11.*/bin/python3.11; do \
-  "$$p" -c 'import ensurepip' 2>/dev/null && echo "$$p" && exit; done)
 
 .DEFAULT_GOAL := help
 .PHONY: help install train finetune test quick oldest lint format proofs docs dist clean

@@ -157,7 +157,7 @@ class PlanJob(StepOptions):
             Path(self.dump_hlo).expanduser().write_text(plan.compiled.text)
         if self.timeline:
             plot_timeline(plan, Path(self.timeline).expanduser())
-        self._write_recipe(recipe_of(self._step_options(), self._base()))
+        self._write_recipe(recipe_of(self, self._base()))
         return status
 
     def _inference(self, cluster: Cluster, reserve_bytes: int) -> int:
@@ -166,9 +166,6 @@ class PlanJob(StepOptions):
         with progress(quiet=self.json) as tell:
             plan = plan_inference(self, cluster, self.batch_per_device, self.seq_len, reserve_bytes, on_progress=tell)
         return self._tell(plan.to_dict(), lambda: print_inference(plan), fits=plan.fits)
-
-    def _step_options(self) -> StepOptions:
-        return StepOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)})
 
     def _base(self) -> dict[str, Any]:
         """Return the options of the given recipe, also those that no plan depends on."""
@@ -187,7 +184,7 @@ class PlanJob(StepOptions):
     def _search(self, cluster: Cluster, **more: Any) -> int:
         from jfsdp.plan.search.search import search_job
 
-        options = self._step_options()
+        options = StepOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)})
         with progress(quiet=self.json) as tell:
             search = search_job(options, cluster, **more, budget_s=self.budget, on_progress=tell)
         search = dataclasses.replace(search, base=self._base())
@@ -203,7 +200,7 @@ class PlanJob(StepOptions):
         with progress(quiet=self.json) as tell:
             tell("sharding")
             bound = bound_job(self, cluster)
-            advice = advise_job(self, cluster, limit_bytes)
+            advice = advise_job(self, cluster, limit_bytes, bound)
         estimate = bound.to_dict(limit_bytes) | _plain(advice)
         return self._tell(estimate, lambda: print_estimate(estimate, cluster, advice), fits=estimate["state_fits"])
 

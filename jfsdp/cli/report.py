@@ -28,11 +28,13 @@ def print_plan(
     console = make_console()
     free = plan.limit_bytes - plan.needed_bytes
     print_fit(console, plan.fits, plan.needed_bytes, plan.limit_bytes)
-    print_facts(console, dict(_facts(plan, verbose)) | dict(_training(training) if training else ()))
-    for part in (_memory(plan, verbose), _communication(plan, verbose), _ratios(plan), _time(plan)):
-        if not isinstance(part, str):
-            console.print()
-        console.print(part)
+    print_facts(console, _facts(plan, training, verbose))
+    tables = (_memory(plan, verbose), ""), (_communication(plan, verbose), _ratios(plan)), (_time(plan), "")
+    for table, below in tables:
+        console.print()
+        console.print(table)
+        if below:
+            console.print(below)
     for one in plan.ledger.unknown:
         console.print(
             f"belongs to no parameter: {one.kind} {one.dtype} {one.total_bytes / GB:.3f} GB {short(one.source)}"
@@ -65,63 +67,56 @@ def print_advice(console: Any, advice: Sequence[Advice], free_bytes: int) -> Non
     console.print(table)
 
 
-def _facts(plan: Plan, verbose: bool) -> Iterator[tuple[str, str]]:
-    """Yield what the job is and how fast it is, by title."""
+def _facts(plan: Plan, training: Training | None, verbose: bool) -> dict[str, str]:
+    """Describe the job and its speed, by title."""
     from jfsdp.layout.layout import num_parameters
     from jfsdp.trainer.options import as_options
 
-    layout, work = plan.layout, plan.work
-    yield "cluster", plan.cluster.describe()
-    yield "model", f"{num_parameters(layout.leaves):,} parameters in {len(layout.units)} FSDP units"
-    yield "sharding", f"{describe_mesh(layout)}; state {show_bytes(plan.state.total)} per GPU"
+    layout, work, pipe = plan.layout, plan.work, plan.pipeline
     prefetch = f", prefetch {plan.spec.prefetch.forward}" if plan.spec.prefetch else ""
-    yield "program", f"{plan.spec.program}{prefetch}" + f" ({as_options(plan.spec.reason)})" * verbose
+    rows = {
+        "cluster": plan.cluster.describe(),
+        "model": f"{num_parameters(layout.leaves):,} parameters in {len(layout.units)} FSDP units",
+        "sharding": f"{describe_mesh(layout)}; state {show_bytes(plan.state.total)} per GPU",
+        "program": f"{plan.spec.program}{prefetch}" + f" ({as_options(plan.spec.reason)})" * verbose,
+    }
     if work.attention:
-        yield "attention", work.attention
-    if pipe := plan.pipeline:
-        yield (
-            "pipeline",
-            (
-                f"{pipe.name}: {pipe.stages} stages, {pipe.microbatches} microbatches, at most {pipe.live} waiting for "
-                f"their backward; bubble {pipe.bubble:.1%} of the passes, {pipe.bubble_share:.1%} of the step"
-            ),
+        rows["attention"] = work.attention
+    if pipe:
+        rows["pipeline"] = (
+            f"{pipe.name}: {pipe.stages} stages, {pipe.microbatches} microbatches, at most {pipe.live} waiting for "
+            f"their backward; bubble {pipe.bubble:.1%} of the passes, {pipe.bubble_share:.1%} of the step"
         )
     compared = "; no run on such a GPU or mesh was compared"
     if found := plan.step_range_s:
         compared = f"; 9 of 10 published runs would take {found[0]:.2f} to {found[1]:.2f} s"
-    yield "step", f"{plan.step_s:.3f} s{compared}"
+    rows["step"] = f"{plan.step_s:.3f} s{compared}"
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     if mfu and plan.mfu_causal not in (None, plan.mfu):
         mfu += f" ({plan.mfu_causal:.1%} causal)"
-    yield "throughput", f"{plan.items_per_s:,.0f} {work.item}s/s per GPU{mfu}"
-    yield (
-        "bound by",
-        f"{plan.bound_by}; by compute from {plan.compute_bound_rows} rows per data shard on (here {work.rows})",
-    )
-
-
-def _training(found: Training) -> Iterator[tuple[str, str]]:
-    yield "training", f"{found.steps:,} steps: {found.days:.1f} days, {found.gpu_hours:,.0f} GPU-hours"
-    yield (
-        "checkpoints",
-        (
-            f"{found.num_checkpoints:,} of {show_bytes(found.checkpoint_bytes)}, each {found.checkpoint_s:.0f} s at "
-            f"{found.storage_bandwidth / GB:g} GB/s per node"
-        ),
-    )
+    rows["throughput"] = f"{plan.items_per_s:,.0f} {work.item}s/s per GPU{mfu}"
+    least = plan.compute_bound_rows
+    rows["bound by"] = f"{plan.bound_by}; by compute from {least} rows per data shard on (here {work.rows})"
+    if training:
+        days, hours = f"{training.days:.1f} days", f"{training.gpu_hours:,.0f} GPU-hours"
+        rows["training"] = f"{training.steps:,} steps: {days}, {hours}"
+        each = f"{training.checkpoint_s:.0f} s at {training.storage_bandwidth / GB:g} GB/s per node"
+        size = show_bytes(training.checkpoint_bytes)
+        rows["checkpoints"] = f"{training.num_checkpoints:,} of {size}, each {each}"
+    return rows
 
 
 def print_inference(plan: Any) -> None:
     """Print a plan of generation."""
-    console, gib = make_console(), show_bytes
+    console = make_console()
     print_fit(console, plan.fits, plan.needed_bytes, plan.limit_bytes)
     rows = {"cluster": plan.cluster.describe(), "model": summary(plan.layout)}
     rows["batch"] = f"{plan.rows} rows of {plan.length} tokens, prompts included, for each data shard"
-    rows["memory"] = f"weights {gib(plan.weight_bytes)}, cache {gib(plan.cache_bytes)}, by formula"
-    rows["inputs"] = f"{gib(plan.token.argument_bytes)}, as compiled"
+    rows["memory"] = f"weights {show_bytes(plan.weight_bytes)}, cache {show_bytes(plan.cache_bytes)}, by formula"
+    rows["inputs"] = f"{show_bytes(plan.token.argument_bytes)}, as compiled"
     for name, program in (("one token", plan.token), ("prompts", plan.prompts)):
         sent, ms = f"sends {program.wire_bytes / GB:.3f} GB", f"{program.seconds * 1000:.1f} ms"
-        rows[name] = f"needs {gib(program.needed_bytes)}, {sent}, {ms}"
+        rows[name] = f"needs {show_bytes(program.needed_bytes)}, {sent}, {ms}"
     rows["throughput"] = f"{plan.tokens_per_s:,.0f} tokens/s per GPU after the prompts; not compared with a run"
     print_facts(console, rows)
 

@@ -350,19 +350,23 @@ def _copy_beside(config: dict[str, Any], target: Path) -> list[str]:
       config: of the run. Files of the tokenizer come from its directory, generation_config.json from the directory of
         the weights that the run began with.
     """
-    base, own, template = (
-        Path(config.get(name) or "").expanduser() for name in ("init_from", "tokenizer", "chat_template")
-    )
-    given = config.get("tokenizer")
-    place = base if given is None else own
-    directory = place if place.is_dir() else place.parent
-    found = {file.name: file for glob in _TOKENIZER for file in directory.glob(glob)} if given != "byte" else {}
-    found = found if config.get("init_from") or given else {}
-    found |= {"tokenizer.json": own} if given and own.is_file() else {}
-    if given not in (None, "byte") and not found:
-        print(f"note: the run's tokenizer {given} is not there; copy its files to {target}", file=sys.stderr)
-    found |= {"generation_config.json": base / "generation_config.json"} if config.get("init_from") else {}
-    found |= {"chat_template.jinja": template} if config.get("chat_template") else {}
+
+    def place(name: str) -> Path | None:
+        return None if config.get(name) in (None, "byte") else Path(config[name]).expanduser()
+
+    base, tokenizer, template = map(place, ("init_from", "tokenizer", "chat_template"))
+    found: dict[str, Path] = {}
+    if source := base if config.get("tokenizer") is None else tokenizer:
+        directory = source if source.is_dir() else source.parent
+        found = {file.name: file for glob in _TOKENIZER for file in directory.glob(glob)}
+    if tokenizer and tokenizer.is_file():
+        found["tokenizer.json"] = tokenizer
+    if tokenizer and not found:
+        print(f"note: the run's tokenizer {tokenizer} is not there; copy its files to {target}", file=sys.stderr)
+    if base:
+        found["generation_config.json"] = base / "generation_config.json"
+    if template:
+        found["chat_template.jinja"] = template
     found = {name: file for name, file in found.items() if file.is_file()}
     for name, file in found.items():
         shutil.copyfile(file, target / name)

@@ -12,6 +12,7 @@ import jax
 
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import PIPE, model_mesh
+from jfsdp.plan.bound import Bound
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import topology_devices
 from jfsdp.plan.jobs import bound_job, find_planned_job, mesh_sizes, shard_planned
@@ -43,14 +44,16 @@ class Advice:
     parts: str
 
 
-def advise_job(options: StepOptions, cluster: Cluster, limit_bytes: int, plan: Plan | None = None) -> list[Advice]:
-    """Return what would use a GPU's memory where half of it is free, or what makes a job fit, in the order to try it.
+def advise_job(options: StepOptions, cluster: Cluster, limit_bytes: int, known: Plan | Bound) -> list[Advice]:
+    """Return changes that use a GPU's memory if half of it is free, or that make a job fit, in the order to try them.
 
     Args:
-      limit_bytes: of a GPU's memory, what the step may take.
-      plan: of the same job; None: its state alone is known, and only changes of the state are considered.
+      limit_bytes: of a GPU's memory, for the step.
+      known: the plan of the job; or its bound, from which only changes of the state are considered.
     """
-    estimate = _Estimate(options, cluster, plan)
+    plan = known if isinstance(known, Plan) else None
+    needed_bytes = known.needed_bytes if isinstance(known, Plan) else known.state_bytes
+    estimate = _Estimate(options, cluster, plan, needed_bytes)
     if estimate.needed_bytes > limit_bytes:
         return _reduce(estimate, limit_bytes)
     return list(_use(estimate, limit_bytes)) if plan and plan.needed_bytes < limit_bytes / 2 else []
@@ -85,10 +88,9 @@ def saved_bytes(options: StepOptions, devices: Any) -> int:
 class _Estimate:
     """About what a job needs after changes of its options."""
 
-    def __init__(self, options: StepOptions, cluster: Cluster, plan: Plan | None) -> None:
-        self.options, self.cluster, self.plan = options, cluster, plan
+    def __init__(self, options: StepOptions, cluster: Cluster, plan: Plan | None, needed_bytes: int) -> None:
+        self.options, self.cluster, self.plan, self.needed_bytes = options, cluster, plan, needed_bytes
         self.sizes = mesh_sizes(options.mesh, cluster.num_devices)
-        self.needed_bytes = plan.needed_bytes if plan else bound_job(options, cluster).state_bytes
         self._saved: dict[Any, int] = {}
 
     def after(self, changes: dict[str, Any]) -> int | None:
@@ -155,26 +157,25 @@ def _use(estimate: _Estimate, limit_bytes: int) -> Iterator[Advice]:
 
 
 def _reduce(estimate: _Estimate, limit_bytes: int) -> list[Advice]:
-    """Return changes that need less memory, each with those before it, up to the first that fits; where that offloads
+    """Return changes that need less memory, each with those before it, up to the first that fits; if that offloads
     something, also how many nodes do without.
     """
-    found, before = [Advice({}, estimate.needed_bytes, "")], {}
-
-    def add(changes: dict[str, Any], parts: str) -> bool:
+    found: list[Advice] = []
+    before, needed = {}, estimate.needed_bytes
+    for changes, parts in _cures(estimate):
         after = estimate.after(before | changes)
-        if after is not None and after < _WORTH * found[-1].needed_bytes:
-            found.append(Advice(before | changes, after, parts))
-            before.update(changes)
-        return found[-1].needed_bytes <= limit_bytes
-
-    if not any(add(*cure) for cure in _cures(estimate)) and not any(add(*cure) for cure in _offloads(estimate)):
-        return found[1:]
-    if before.pop("offload", None):
+        if after is not None and after < _WORTH * needed:
+            before, needed = before | changes, after
+            found.append(Advice(before, needed, parts))
+        if needed <= limit_bytes:
+            break
+    if needed <= limit_bytes and "offload" in before:
+        resident = {name: value for name, value in before.items() if name != "offload"}
         for power in range(1, _MAX_DOUBLINGS):
-            changes = before | {"nodes": estimate.cluster.nodes * 2**power}
+            changes = resident | {"nodes": estimate.cluster.nodes * 2**power}
             if (after := estimate.after(changes)) is not None and after <= limit_bytes:
-                return [*found[1:], Advice(changes, after, "or more GPUs")]
-    return found[1:]
+                return [*found, Advice(changes, after, "or more GPUs")]
+    return found
 
 
 def _cures(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
@@ -194,9 +195,6 @@ def _cures(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
         if "tensor" not in sizes and (job.placements or job.axis_rules is not None) and cluster.gpus_per_node > 1:
             mesh = (("fsdp", -1), *model_axes)
             yield {"mesh": (*mesh, ("tensor", cluster.gpus_per_node))}, "activations; a smaller global batch"
-
-
-def _offloads(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
     for kinds, part in ((("opt_state",), "optimizer states"), (("opt_state", "params"), "parameters")):
-        if not {*kinds} <= {*estimate.options.offload}:
-            yield {"offload": tuple(dict.fromkeys((*estimate.options.offload, *kinds)))}, f"{part}, to the host"
+        if not {*kinds} <= {*options.offload}:
+            yield {"offload": tuple(dict.fromkeys((*options.offload, *kinds)))}, f"{part}, to the host"

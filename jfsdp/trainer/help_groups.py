@@ -88,23 +88,19 @@ def read_command(kind: Any, args: Sequence[str], *, default: Any = tyro.MISSING_
 
 def help_of(kind: Any) -> dict[str, str]:
     """Return the help of a command's options by field, as it stands in the dataclass."""
-    spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, tyro.MISSING_NONPROP, False))
-    assert isinstance(spec, StructConstructorSpec), kind
-    return {one.name: (one.helptext() if callable(one.helptext) else one.helptext) or "" for one in spec.fields}
+    return {field.name: _help(field) or "" for field in _fields(kind)}
 
 
 def show_groups(kind: Any) -> ConstructorRegistry:
     """Return the rule by which `tyro.cli` shows a command's options in groups, and returns their texts in one dict."""
-    spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, tyro.MISSING_NONPROP, False))
-    assert isinstance(spec, StructConstructorSpec), kind
-    registry = ConstructorRegistry()
+    registry, fields = ConstructorRegistry(), _fields(kind)
 
     @registry.struct_rule
     def rule(info: StructTypeInfo) -> StructConstructorSpec | None:
         if info.type is not kind:
             return None
         shared = {name for title, names in groups_of(kind).items() if title in GROUPS for name in names}
-        others = {field.name: _described(field, info.default, field.name in shared) for field in spec.fields}
+        others = {field.name: _described(field, info.default, field.name in shared) for field in fields}
         groups = {title: [others.pop(name) for name in names] for title, names in groups_of(kind).items()}
 
         def flatten(**given: Any) -> dict[str, Any]:
@@ -113,6 +109,16 @@ def show_groups(kind: Any) -> ConstructorRegistry:
         return StructConstructorSpec(flatten, (*others.values(), *(_group(*group) for group in groups.items())))
 
     return registry
+
+
+def _fields(kind: Any) -> tuple[StructFieldSpec, ...]:
+    spec = ConstructorRegistry.get_struct_spec(StructTypeInfo.make(kind, tyro.MISSING_NONPROP, False))
+    assert isinstance(spec, StructConstructorSpec), kind
+    return spec.fields
+
+
+def _help(field: StructFieldSpec) -> str | None:
+    return field.helptext() if callable(field.helptext) else field.helptext
 
 
 def _group(title: str, fields: list[StructFieldSpec]) -> StructFieldSpec:
@@ -126,7 +132,7 @@ def _described(field: StructFieldSpec, owner: Any, is_shared: bool) -> StructFie
     Args:
       is_shared: whether a recipe may turn its default.
     """
-    text = field.helptext() if callable(field.helptext) else field.helptext
+    text = _help(field)
     text = text and re.sub(r"(?<!\.)\n\s*", " ", text)
     shown = tyro.conf.arg(help=text, help_behavior_hint=lambda shown: f"(default: {SHOWN.get(shown, shown)})")
     kind = Annotated[field.type, shown] if is_shared else Annotated[field.type, shown, tyro.conf.FlagCreatePairsOff]

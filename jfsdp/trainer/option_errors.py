@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 MOST = 2**31 - 1  # of what is counted: JAX's indices
@@ -71,11 +71,20 @@ def check_known(args: Sequence[str], kind: type) -> None:
     for arg in args:
         name = arg.partition("=")[0].replace("_", "-")
         if arg.startswith("--") and name not in known and not arg.startswith("--tyro-"):
-            close, field = ", ".join(_close_options(name, names)), name[2:].removeprefix("no-").replace("-", "_")
-            instead = ELSEWHERE.get(field, "")
-            instead = instead if instead.split(" ")[0] in names else REMOVED.get(field, ("", ""))[1]
+            close = ", ".join(_close_options(name, names))
+            instead = instead_of(name[2:].removeprefix("no-").replace("-", "_"), names)
             remedy = f"use {instead}" if instead else f"there is {close}" if close else "--help lists them"
             raise ValueError(f"{arg.partition('=')[0]}: there is no such option; {remedy}")
+
+
+def instead_of(field: str, names: Collection[str]) -> str:
+    """Return what to write instead of an option that was removed, or that another program has; empty: nothing.
+
+    Args:
+      names: the options of the command.
+    """
+    instead = ELSEWHERE.get(field, "")
+    return instead if instead.partition(" ")[0] in names else REMOVED.get(field, ("", ""))[1]
 
 
 def _close_options(name: str, names: Iterable[str]) -> list[str]:

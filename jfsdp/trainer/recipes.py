@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from jfsdp.arguments import did_you_mean
 from jfsdp.trainer.help_groups import help_of
-from jfsdp.trainer.option_errors import REMOVED
+from jfsdp.trainer.option_errors import instead_of, spell
 from jfsdp.trainer.parse import read_fields, write
 
 ENTRY_POINT_GROUP = "jfsdp.recipes"
@@ -102,8 +102,8 @@ def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozens
     fields = read_recipe(name)
     unknown = [field for field in fields if field not in known and field not in ignore]
     if unknown:
-        removed = [f"; use {REMOVED[field][1]}" for field in unknown if field in REMOVED]
-        remedy = removed[0] if removed else f"; options are {', '.join(known)}"
+        instead = [found for field in unknown if (found := instead_of(field, [*map(spell, known)]))]
+        remedy = f"; use {instead[0]}" if instead else f"; options are {', '.join(known)}"
         raise ValueError(f"recipe {name!r}: has no option {', '.join(unknown)}{remedy}")
     given = {field: value for field, value in fields.items() if field in known}
     return with_fields(options, given, f"recipe {name!r}")

@@ -6,7 +6,7 @@ import pytest
 
 from jfsdp.plan.advice import advise_job
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
-from jfsdp.plan.jobs import plan_job
+from jfsdp.plan.jobs import bound_job, plan_job
 from jfsdp.trainer.options import StepOptions
 from tests.options import made
 
@@ -52,7 +52,8 @@ def test_what_makes_a_job_fit_is_tried_from_what_costs_least():
 
 
 def test_without_a_compiled_plan_the_state_decides_and_more_nodes_are_the_other_way():
-    advice = advise_job(StepOptions(model="llama-70b", strategy="zero2"), H100, 40 * 2**30)
+    options = StepOptions(model="llama-70b", strategy="zero2")
+    advice = advise_job(options, H100, 40 * 2**30, bound_job(options, H100))
     assert [one.changes for one in advice] == [
         {"strategy": "full_shard"},
         {"strategy": "full_shard", "offload": ("opt_state",)},
