@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader
 
 import jfsdp
 
-ROWS, FEATURES, CLASSES = 64, 32, 4  # of a global batch
+ROWS, FEATURES, CLASSES = 64, 32, 4  # rows per global batch
 
 
 class Batches:
-    """Indices of this process's rows of each global batch, in an order of its own for each pass: a `batch_sampler`.
+    """Indices of this process's rows of each global batch, in another order for each pass: a `batch_sampler`.
 
     Args:
       num_rows: of the data.
@@ -98,11 +98,11 @@ def main(run_dir: Path, steps: int = 60, num_workers: int = 1) -> float:
             state, metrics = step(state, step.shard_batch(batch))
             if number % 20 == 0:
                 print(f"step {number}: loss {float(metrics['loss']):.4f}, accuracy {float(metrics['correct']):.1%}")
-                # `sampler.done` is ahead by what workers have read: the loop's own count is what was trained on.
+                # `sampler.done` is ahead by what workers have read: the loop counts the batches that were trained on.
                 checkpoints.save(number, state, {"batches": number})
     return float(metrics["loss"])
 
 
 if __name__ == "__main__":
-    jax.config.update("jax_num_cpu_devices", 2)  # of a machine without an accelerator
+    jax.config.update("jax_num_cpu_devices", 2)  # for a machine without an accelerator
     main(Path("runs/dataloaders"))

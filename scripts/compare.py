@@ -1,7 +1,7 @@
 """Train the same job under several strategies; plot their losses and say by how much they differ.
 
 `python scripts/compare.py` trains the recipe `stdlib` for 200 steps under every strategy on two groups of four
-simulated devices, in float32: in bfloat16 rounding alone makes losses differ by percents after some steps. What it runs
+simulated devices, in float32: in bfloat16, rounding makes losses differ by percents after some steps. What it runs
 is `scripts/train.py`, once per strategy; options after `--` are passed on to it.
 """
 

@@ -50,7 +50,7 @@ class PlanJob(StepOptions):
     inference: bool = option(False, "cluster")
     """Plan `jfsdp generate` in place of training: weights and cache for --batch-per-device rows of --seq-len tokens."""
     tokens: Real = option(0.0, "training")
-    """Also say what training on this many tokens (rows, where a model has no tokens) takes: 1e12. 0: nothing."""
+    """Also estimate the training on this many tokens (rows, if the model has no tokens): 1e12. 0: do not."""
     checkpoint_every: Count = option(200, "training", least=0)
     """With --tokens: steps between checkpoints."""
     checkpoint_bandwidth: Real = option(2.0, "training", least=0.001)

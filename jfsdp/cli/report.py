@@ -267,7 +267,7 @@ def _not_planned(search: Search) -> Iterator[str]:
 
 
 def print_estimate(estimate: dict[str, Any], cluster: Cluster, advice: Sequence[Advice] = ()) -> None:
-    """Print what is known without compiling: the state, and bounds of communication and time."""
+    """Print an estimate without a compile: the state, and bounds of communication and time."""
     console, limit, state = make_console(), estimate["limit_bytes"], estimate["state_bytes"]
     ms = {name: f"{(estimate[name] or 0.0) * 1e3:.1f} ms" for name in ("wire_s", "compute_s", "step_s_at_least")}
     print_fit(console, estimate["state_fits"], state, limit, "THE STATE FITS")

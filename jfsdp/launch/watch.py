@@ -97,7 +97,7 @@ class Watch:
                     self._say_stuck(place)
 
     def _show_waits(self) -> None:
-        """In a thread of its own, which may wait for a terminal or a disk."""
+        """Run in a separate thread, which may wait for a terminal or a disk."""
         while not self._done.wait(_PERIOD_S):
             for place in self._places[-1:]:
                 with contextlib.suppress(Exception):

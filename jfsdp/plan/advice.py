@@ -1,4 +1,4 @@
-"""What to change about a job, to use the memory that its plan leaves, or to need less. Compiles nothing."""
+"""Advise changes of a job that use the memory its plan leaves free, or need less. Compiles nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jfsdp.trainer.options import StepOptions
 _BY_ROWS = ("activations", "logits", "attention", "compute", "workspace", "batch")
 _ROOM = 0.9  # the part of the limit that an estimate may take
 _WAITING = 0.02  # the part of a step from which waiting for communication is worth memory
-_WORTH = 0.97  # of the memory before, that a change leaves at most
+_WORTH = 0.97  # a change must leave at most this part of the memory
 _MAX_DOUBLINGS = 10
 
 
@@ -36,7 +36,7 @@ class Advice:
         the job does not fit.
       needed_bytes: per GPU, estimated: the state by its layout, values saved for the backward by a trace, gradients in
         proportion to their shards, and of the plan's other parts those in proportion that grow with the rows.
-      parts: the parts of the memory that change, in words.
+      parts: the parts of the memory that change, as text.
     """
 
     changes: dict[str, Any]
@@ -100,7 +100,7 @@ class _Estimate:
         options = dataclasses.replace(self.options, **changes)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of a mesh that nobody asked for
+                warnings.simplefilter("ignore")  # the user did not ask for this mesh
                 bound = bound_job(options, cluster)
         except ValueError:
             return None
@@ -130,7 +130,7 @@ def _rows(options: StepOptions, cluster: Cluster) -> float:
 
 
 def _use(estimate: _Estimate, limit_bytes: int) -> Iterator[Advice]:
-    """Yield changes, each by itself, that trade memory for time: less recomputation, more rows, fewer gathers."""
+    """Yield separate changes that trade memory for time: less recomputation, more rows, fewer gathers."""
     options, plan = estimate.options, estimate.plan
     assert plan is not None
 

@@ -99,10 +99,10 @@ def matmul_dtype(layout: Layout) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """What a number of tokens (or rows) takes; see `Plan.train`.
+    """Time and checkpoints of training on a number of tokens (or rows); see `Plan.train`.
 
     Attributes:
-      steps, days, gpu_hours: of training alone, at the estimated seconds of a step.
+      steps, days, gpu_hours: only of training steps, at their estimated seconds.
       num_checkpoints: also counts the one at the end.
       checkpoint_bytes: of one, on disk: all parameters that are trained, the optimizer's states, the model's state.
       checkpoint_s: to write one, all nodes at `storage_bandwidth`.
@@ -171,7 +171,7 @@ class Plan:
         return self.step_s * low, self.step_s * high
 
     def train(self, items: float, checkpoint_every: int, storage_bandwidth: float) -> Training:
-        """Return what training on so many tokens, or rows where these are counted, takes.
+        """Estimate the training on a number of tokens, or of rows if the work counts rows.
 
         Args:
           checkpoint_every: steps.

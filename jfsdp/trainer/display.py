@@ -1,4 +1,4 @@
-"""What a run prints: facts, lines, and on a terminal one live line below them; texts made safe for a terminal."""
+"""Print a run: facts, lines, and on a terminal one live line below them. Make texts safe for a terminal."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class Display:
         self._draw(text)
 
     def wait(self, what: str, seconds: float) -> None:
-        """Show what is under way since so many seconds, steps after the live line.
+        """Show the current stage and its seconds; a step's follow the live line.
 
-        A log has a line of what is no step after 30 s, and each time that doubles.
+        A log has a line for a stage that is not a step after 30 s, and each time that doubles.
         """
         is_step = what.startswith("step ")
         if seconds < _FIRST_S:
@@ -64,7 +64,7 @@ class Display:
 
 def format_facts(facts: Mapping[str, str], width: int | None) -> str:
     """Write a line for each fact, its name first; a text longer than `width` continues below where it began."""
-    indent = max(9, *map(len, facts)) + 2  # at least that of a run's start, which the program follows later
+    indent = max(9, *map(len, facts)) + 2  # at least the indent of a run's start: the program is printed later
     names = {name: f"{name:{indent}}" for name in facts}
     if width is None:
         return "\n".join(names[name] + text for name, text in facts.items())

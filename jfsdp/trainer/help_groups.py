@@ -87,7 +87,7 @@ def read_command(kind: Any, args: Sequence[str], *, default: Any = tyro.MISSING_
 
 
 def help_of(kind: Any) -> dict[str, str]:
-    """Return the help of a command's options by field, as it stands in the dataclass."""
+    """Return the help of a command's options by field, as the dataclass has it."""
     return {field.name: _help(field) or "" for field in _fields(kind)}
 
 

@@ -35,7 +35,7 @@ _JOINED = ("matmul", "attention", "memory")  # kinds of which neighbours are dra
 _LEAST = 0.01  # of the step: what takes less has no panel
 _ZOOMS = 2  # loops with a panel
 _WIDTH, _FONT = 7.0, 10.5  # inches and points: readable where the picture is shrunk to 400 pixels
-_LETTER = 0.01  # of the figure's width
+_LETTER = 0.01  # width of a letter, as a part of the figure's
 _NONE: Mapping[str, str] = {}
 
 
@@ -72,7 +72,7 @@ def find_panels(timeline: Timeline, names: Mapping[str, str] = _NONE) -> tuple[P
     found: dict[str, list[Event]] = {}
     for event in timeline.events:
         found.setdefault(event.computation, []).append(event)
-    panels = [  # what is run is simulated before what runs it
+    panels = [  # loops are simulated before the computation that runs them
         Panel(name, of[0].times, max(event.end_s for event in of), tuple(of), names.get(name, name))
         for name, of in found.items()
     ]
@@ -145,7 +145,7 @@ def draw_timeline(
       own: by collective that the model's own shardings cost the axis, `tensor` or `pipe`, which has a lane next to the
         other collectives, though the clock runs all on one stream.
       names: of computations, for titles.
-      title: what stands before the seconds of the step.
+      title: text before the seconds of the step.
     """
     moved = [
         dataclasses.replace(event, lane=own[event.name]) if event.lane == "wire" and event.name in own else event

@@ -1,4 +1,4 @@
-"""Where the lines of metrics.jsonl go besides: TensorBoard, Weights & Biases, MLflow, or a tracker of the user's own.
+"""Trackers that get the lines of metrics.jsonl: TensorBoard, Weights & Biases, MLflow, or a custom one.
 
 A tracker has `write(record)`, called with each line in the order of the steps, and `close()`. A resumed run goes on in
 the tracker's run with the same id: the name of the run's directory and the second in which the run began.
@@ -42,7 +42,7 @@ class Wandb:
 
     Args:
       project: its name.
-      described: the configuration of the run with `run_dir` and `begun`, as a tracker of the user's own gets it.
+      described: the configuration of the run with `run_dir` and `begun`, as a custom tracker gets it.
     """
 
     def __init__(self, project: str, described: Mapping[str, Any]):
@@ -87,13 +87,13 @@ class MLflow:
 
 
 class Lenient:
-    """A tracker that neither ends a run nor holds it up: it works in a thread, and what fails there is said.
+    """Runs a tracker in a thread, so that it neither ends a run nor delays it; errors are printed as notes.
 
     Args:
       name: for messages.
       make: begins the tracker.
       say: prints a line.
-      patience_s: how long the end of a run waits for what is still to be sent.
+      patience_s: how long the end of a run waits for records that are not sent yet.
     """
 
     def __init__(self, name: str, make: Callable[[], Any], say: Callable[[str], None], patience_s: float = 60.0):
@@ -117,7 +117,7 @@ class Lenient:
             while (record := self._records.get()) is not None:
                 tracker.write(record)
             tracker.close()
-        except Exception as error:  # of its network, its server, its disk
+        except Exception as error:  # a tracker's network, server or disk
             self._say(f"note: {self._name} gets no more of this run: {type(error).__name__}: {error}")
 
 
@@ -128,5 +128,5 @@ def run_id(described: Mapping[str, Any]) -> str:
 
 
 def numbers_of(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return what of a record is a finite number."""
+    """Return the finite numbers of a record."""
     return {name: value for name, value in record.items() if value is not None and math.isfinite(value)}
