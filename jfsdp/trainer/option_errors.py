@@ -4,56 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import tomllib
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any
+from pathlib import Path
 
 MOST = 2**31 - 1  # of what is counted: JAX's indices
-REMOVED: dict[str, tuple[Any, str]] = {
-    "allow_nonfinite": (False, "jfsdp checkpoint import --allow-nonfinite, and --init-from its directory"),
-    "checkpoint_minutes": (0.0, "--checkpoint-every STEPS"),
-    "compare_replicas": (0, "jfsdp.checkpoint.compare_replicas(state) in your own program"),
-    "coordinator": (None, "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
-    "deterministic": (False, "XLA_FLAGS=--xla_gpu_deterministic_ops=true in the environment"),
-    "engine": ("auto", "--program xla or --program manual"),
-    "eod_id": (None, '{"dtype": ..., "eod_id": ...} in FILE.bin.json'),
-    "extensions": ([], "a glob, such as --data 'DIR/**/*.py'"),
-    "num_processes": (None, "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
-    "output_dtype": (None, "a loss that casts what the model returns"),
-    "process_id": (None, "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"),
-    "reduce": (None, "--sync every or --sync last (once)"),
-    "schedule": ("1f1b", "--pipe-schedule"),
-    "sharding_factor": (None, "--mesh replica=-1,fsdp=N"),
-    "shuffle_rows": (1024, "a job's own data"),
-    "temperature": (0.8, "jfsdp generate --temperature"),
-    "token_dtype": (None, '{"dtype": ..., "eod_id": ...} in FILE.bin.json'),
-}
+_NAMES = tomllib.loads(Path(__file__).with_name("option_names.toml").read_text(encoding="utf-8"))
+REMOVED = {name: (row.get("default"), row["instead"]) for name, row in _NAMES["removed"].items()}
 """Removed options of 0.2: the default, and what to write instead."""
-ELSEWHERE = {
-    "batch_size": "--batch-per-device",
-    "bf16": "--param-dtype bfloat16",
-    "config": "--recipe FILE.toml",
-    "deepspeed": "--strategy 0..3",
-    "epochs": "--steps (an epoch is the rows of the data over the rows of a step)",
-    "eval_steps": "--eval-every",
-    "fp16": "--param-dtype float16",
-    "fsdp": "--strategy full_shard",
-    "gpus": "--mesh fsdp=-1 in runs, --nodes and --gpus-per-node in plans",
-    "gradient_accumulation_steps": "--accumulate",
-    "gradient_checkpointing": "--remat full",
-    "logging_steps": "--log-every",
-    "lr": "--learning-rate",
-    "max_length": "--seq-len",
-    "max_seq_length": "--seq-len",
-    "max_steps": "--steps",
-    "model_name_or_path": "--init-from",
-    "num_train_epochs": "--steps (an epoch is the rows of the data over the rows of a step)",
-    "output_dir": "--run-dir",
-    "per_device_train_batch_size": "--batch-per-device",
-    "resume_from_checkpoint": "--resume",
-    "save_steps": "--checkpoint-every",
-    "tensor_parallel_size": "--mesh fsdp=-1,tensor=N",
-    "warmup_steps": "--warmup",
-}
+ELSEWHERE: dict[str, str] = _NAMES["elsewhere"]
 """Options of the scripts of Transformers, Accelerate, MaxText and torchtitan, and what is theirs here."""
 
 

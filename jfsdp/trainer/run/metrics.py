@@ -35,6 +35,7 @@ import math
 import os
 import resource
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -42,33 +43,7 @@ from typing import Any
 
 from jfsdp.trainer.step import causal_flops, causal_keys
 
-# Dense bfloat16 FLOP/s of one device, from the vendors' datasheets, by consecutive words of its `device_kind`; the
-# first match counts. None: a variant with another peak, which is not known.
-PEAK_FLOPS: dict[str, float | None] = {
-    "MIG": None,
-    "Laptop": None,
-    "RTX 4090 D": None,
-    "GB300": 2500e12,
-    "B300": 2250e12,
-    "GB200": 2500e12,
-    "B200": 2250e12,
-    "B100": 1750e12,
-    "H200 NVL": 835e12,
-    "H200": 989e12,
-    "GH200": 989e12,
-    "H100 PCIe": 756e12,
-    "H100 NVL": 835e12,
-    "H100": 989e12,
-    "H800": 989e12,
-    "H20": 148e12,
-    "A100": 312e12,
-    "A800": 312e12,
-    "L40S": 362e12,
-    "L40": 181e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "RTX 4090": 165e12,
-}
+PEAK_FLOPS = tomllib.loads(Path(__file__).with_name("peak_flops.toml").read_text(encoding="utf-8"))
 
 Record = dict[str, Any]
 
@@ -76,7 +51,7 @@ Record = dict[str, Any]
 def peak_flops(device_kind: str) -> float | None:
     """Return the dense bfloat16 FLOP/s of a device, or None if it is not in the table (every CPU)."""
     words = f" {device_kind.replace('-', ' ')} ".lower()
-    return next((flops for name, flops in PEAK_FLOPS.items() if f" {name.lower()} " in words), None)
+    return next((flops for name, flops in PEAK_FLOPS.items() if f" {name.lower()} " in words), 0.0) or None
 
 
 def memory_bytes() -> int:
