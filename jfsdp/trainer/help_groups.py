@@ -1,4 +1,4 @@
-"""Metadata of an option's field besides its type: group, rule on resume, least value, reader of its text.
+"""Metadata of an option's field besides its type: group, rule on resume, least value, name in Python.
 
 `--help` and docs/options.md show options by these groups. In Python they stay one flat dataclass per command.
 """
@@ -29,7 +29,7 @@ SHOWN = {"True": "on", "False": "off", "": "-", "''": "-"}
 
 
 def option(
-    default: Any, group: str = "", resume: str = "", *, least: float | None = None, read: Read = None
+    default: Any, group: str = "", resume: str = "", *, least: float | None = None, read: Read = None, python: str = ""
 ) -> Any:
     """Make a field of options.
 
@@ -38,8 +38,9 @@ def option(
       resume: what a resumed run does with another value; see jfsdp/trainer/run/resume_rules.py.
       least: the least number that it takes; see `Options`.
       read: makes a text its value; see `read_fields`.
+      python: what does the same in Python, in Markdown.
     """
-    metadata = {"group": group, "resume": resume, "least": least, "read": read}
+    metadata = {"group": group, "resume": resume, "least": least, "read": read, "python": python}
     return dataclasses.field(default=default, metadata=metadata)
 
 
