@@ -10,6 +10,7 @@ from typing import Annotated
 import tyro
 
 from jfsdp.cli.console import BROKEN, make_console
+from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Real, StepOptions, as_options, optional
 
@@ -37,7 +38,6 @@ class AuditProgram(StepOptions):
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.layout.mesh import MODEL_AXES
         from jfsdp.plan.jobs import shard_planned
         from jfsdp.plan.traffic.audit import audit, read_module
 

@@ -8,19 +8,28 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
+from jax.numpy import dtype
 
+from jfsdp.checkpoint.diff import Differences, diff
+from jfsdp.checkpoint.disk.digest import check_documents
 from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
+from jfsdp.checkpoint.disk.paths import find_checkpoint, find_checkpoints
+from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
+from jfsdp.checkpoint.foreign.peft_files import CONFIG, open_peft
+from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
+from jfsdp.checkpoint.source import PIECE_BYTES, Watched, subset, total_bytes
+from jfsdp.checkpoint.verify import MEMORY_BYTES, verify
 from jfsdp.cli.console import BROKEN, make_console, make_table, print_facts, print_verdict, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
+from jfsdp.layout.lora import Adapter
 from jfsdp.layout.report import show_bytes
+from jfsdp.layout.select import select_leaves
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Number, optional
-
-if TYPE_CHECKING:
-    from jfsdp.checkpoint.diff import Differences
+from jfsdp.trainer.run.directory import read_config
 
 _Path = Annotated[str, tyro.conf.arg(metavar="PATH", help="A checkpoint, or the directory of a run.")]
 _OfRun = Annotated[str, tyro.conf.arg(metavar="PATH", help="The directory of a run.")]
@@ -39,8 +48,6 @@ class Inspect:
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.disk.paths import find_checkpoints
-
         paths = find_checkpoints(self.path)
         if len(paths) > 1:
             rows = [_row(path) for path in paths]
@@ -64,9 +71,6 @@ class Verify:
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.disk.paths import find_checkpoints
-        from jfsdp.checkpoint.verify import MEMORY_BYTES, verify
-
         paths = find_checkpoints(self.path)
         results: dict[str, Any] = {}
         with progress_of(self.json, "verifying", MEMORY_BYTES, 2 * sum(map(bytes_below, paths))) as progress:
@@ -99,11 +103,6 @@ class Diff:
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.diff import diff
-        from jfsdp.checkpoint.disk.reader import STREAM_BYTES
-        from jfsdp.checkpoint.source import PIECE_BYTES, Watched, subset, total_bytes
-        from jfsdp.layout.select import select_leaves
-
         sources: list[Any] = [_open(path) for path in (self.first, self.second)]
         if self.only:
             sources = [subset(source, select_leaves("only", self.only, source.arrays, {})) for source in sources]
@@ -139,9 +138,7 @@ class Prune(Options):
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.disk.paths import find_checkpoints
         from jfsdp.checkpoint.manager import Checkpointer
-        from jfsdp.trainer.run.directory import read_config
 
         paths = find_checkpoints(self.path)
         if not paths[-1].name.isdigit() or str(paths[-1]) == str(Path(self.path).expanduser().absolute()):
@@ -165,17 +162,8 @@ class Prune(Options):
         return 0
 
 
-CHECKPOINT_COMMANDS = {
-    "inspect": Inspect,
-    "verify": Verify,
-    "diff": Diff,
-    "convert": Convert,
-    "export": Export,
-    "import": Import,
-    "merge": Merge,
-    "unmerge": Unmerge,
-    "prune": Prune,
-}
+_COMMANDS = (Inspect, Verify, Diff, Convert, Export, Import, Merge, Unmerge, Prune)
+CHECKPOINT_COMMANDS = {kind.__name__.lower(): kind for kind in _COMMANDS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,11 +186,7 @@ def _list(steps: list[int]) -> str:
 
 def _open(path: str) -> Any:
     """Open a checkpoint of ours, an adapter of PEFT's, or weights of Hugging Face as a source."""
-    from jfsdp.checkpoint.disk.paths import find_checkpoint
-    from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
-    from jfsdp.checkpoint.foreign.peft_files import CONFIG, open_peft
     from jfsdp.checkpoint.foreign.pretrained import is_ours
-    from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 
     place = Path(path).expanduser()
     if (place / CONFIG).is_file():
@@ -236,18 +220,12 @@ def _show_metrics(metrics: dict[str, float]) -> str:
 
 
 def _describe(path: Path) -> dict[str, Any]:
-    from jfsdp.checkpoint.disk.digest import check_documents
-
     check_documents(path)
     manifest = read_manifest(path)
     return {"path": str(path), "bytes": bytes_below(path), **manifest}
 
 
 def _print_checkpoint(found: dict[str, Any]) -> None:
-    from jax.numpy import dtype
-
-    from jfsdp.layout.lora import Adapter
-
     console = make_console()
     arrays = found["arrays"]
     facts = {"checkpoint": found["path"], "step": str(found.get("step")), "size": show_bytes(found["bytes"])}

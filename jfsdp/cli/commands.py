@@ -122,10 +122,8 @@ def main(args: Sequence[str] | None = None) -> int:
             raise  # it is not the type of an argument that was refused, such as a field of a user's job
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
-        print(
-            f"jfsdp: error: {describe_error(error, ShardingOptions if isinstance(kind, dict) else kind)}",
-            file=sys.stderr,
-        )
+        told = describe_error(error, ShardingOptions if isinstance(kind, dict) else kind)
+        print(f"jfsdp: error: {told}", file=sys.stderr)
         return BROKEN if is_damage(error) else 2
 
 

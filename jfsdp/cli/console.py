@@ -7,6 +7,11 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from rich.text import Text
+
 from jfsdp.trainer.display import format_facts
 
 BROKEN = 4  # the exit status of what is damaged, differs, or does not do what it says
@@ -19,8 +24,6 @@ def make_console(width: int | None = None) -> Any:
     Args:
       width: columns, also on a terminal of fewer; None: those of the terminal.
     """
-    from rich.console import Console
-
     console = Console(highlight=False, markup=False, soft_wrap=False, width=width)
     return console if width or console.is_terminal else Console(highlight=False, markup=False, width=240)
 
@@ -31,8 +34,6 @@ def make_table(*columns: str, right: Collection[str] = ()) -> Any:
     Args:
       right: the columns of numbers, which end at the right.
     """
-    from rich.table import Table
-
     table = Table(box=None, pad_edge=False)
     for name in columns:
         table.add_column(name, justify="right" if name in right else "left", overflow="fold")
@@ -47,8 +48,6 @@ def print_facts(console: Any, facts: Mapping[str, str]) -> None:
 
 def print_verdict(console: Any, is_good: bool, verdict: str, rest: str) -> None:
     """Print what a command found, in green or in red on a terminal."""
-    from rich.text import Text
-
     console.print(Text.assemble((verdict, f"bold {'green' if is_good else 'red'}"), f"  {rest}"))
 
 
@@ -69,9 +68,6 @@ def progress_of(
         yield lambda name, num_bytes: None
         return
     print(f"{what}: takes at most {memory_bytes / GIB:.2f} GiB of memory beside the program itself", file=sys.stderr)
-    from rich.console import Console
-    from rich.progress import Progress
-
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=total_bytes)
         yield lambda name, num_bytes: bar.update(task, advance=num_bytes, description=name[-60:])
@@ -87,7 +83,5 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
     if quiet or not sys.stderr.isatty():
         yield lambda text: None
         return
-    from rich.console import Console
-
     with Console(stderr=True).status("starting") as status:
         yield lambda text: status.update(text)

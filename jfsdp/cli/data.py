@@ -6,8 +6,14 @@ import dataclasses
 import json
 from typing import Annotated, Any
 
+import numpy as np
 import tyro
+from rich.text import Text
 
+from jfsdp.cli.console import make_console
+from jfsdp.extras import need
+from jfsdp.trainer.data.documents import INPUT, PADDING, START, TARGET, TRAINED
+from jfsdp.trainer.data.tokens import DataConfig, open_data
 from jfsdp.trainer.display import harmless
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Count, Location, Name
@@ -46,9 +52,6 @@ class Show(Options):
     """Print JSON: of each example its tokens, and of each token whether it is trained (1) or not."""
 
     def run(self) -> int:
-        from jfsdp.extras import need
-        from jfsdp.trainer.data.tokens import DataConfig, open_data
-
         need("train")
         names = [field.name for field in dataclasses.fields(self) if field.name not in ("num", "start", "json")]
         data = open_data(DataConfig(eval_fraction=0, **{name: getattr(self, name) for name in names}))
@@ -70,10 +73,6 @@ class Show(Options):
 
 def _examples(data: Any, index: int) -> list[tuple[Any, Any]]:
     """Return tokens [n + 1] and whether each is trained, of each example of a document."""
-    import numpy as np
-
-    from jfsdp.trainer.data.documents import INPUT, PADDING, START, TARGET, TRAINED
-
     pairs = data.train[index]
     found = []
     for one in pairs if pairs.ndim == 3 else [pairs]:
@@ -84,11 +83,6 @@ def _examples(data: Any, index: int) -> list[tuple[Any, Any]]:
 
 
 def _print(place: str, tokenizer: Any, tokens: Any, trained: Any) -> None:
-    import numpy as np
-    from rich.text import Text
-
-    from jfsdp.cli.console import make_console
-
     console = make_console()
     console.print(f"--- {place}: {len(tokens)} tokens, {int(trained.sum())} trained")
     text = Text()

@@ -10,19 +10,19 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
+
+import jax
 
 from jfsdp.cli.console import GIB, make_console, make_table, print_facts, print_verdict
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
+from jfsdp.plan.cluster import doctor
+from jfsdp.plan.cluster.processes import Processes, examine_processes
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.option_errors import spell
 from jfsdp.trainer.options import Decimal, Location, optional
 from jfsdp.trainer.parse import read_mesh
-
-if TYPE_CHECKING:
-    from jfsdp.plan.cluster.doctor import Finding, Machine
-    from jfsdp.plan.cluster.processes import Processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,19 +53,15 @@ class Doctor(Options):
         for name in ("run_dir", "mesh", "timeout"):
             if getattr(self, name) is not None:
                 raise ValueError(f"{spell(name)} goes with --processes: add that, or leave it out")
-        from jfsdp.plan.cluster.doctor import diagnose, inspect_machine, report_to_dict
-
-        machine = inspect_machine()
-        findings = diagnose(machine)
+        machine = doctor.inspect_machine()
+        findings = doctor.diagnose(machine)
         if self.json:
-            print(json.dumps(report_to_dict(machine, findings), indent=2))
+            print(json.dumps(doctor.report_to_dict(machine, findings), indent=2))
         else:
             _print(machine, findings)
         return _status(findings)
 
     def _run_processes(self) -> int:
-        import jax
-
         compare = {name: value for name, value in dataclasses.asdict(self).items() if name != "json"}
         directory, limit_s = Path(self.run_dir or ".").expanduser().resolve(), self.timeout or 60.0
         with _others_on_stderr():
@@ -75,17 +71,12 @@ class Doctor(Options):
         return _status(found.findings)
 
     def _examine(self, directory: Path, watch: Watch) -> Processes:
-        import jax
-
-        from jfsdp.plan.cluster.doctor import check_settings
-        from jfsdp.plan.cluster.processes import examine_processes
-
         with watch:
             try:
                 with watch.at("starting JAX"):
                     jax.devices()
                 sizes = dict(self.mesh or ())
-                return examine_processes(directory, sizes, lambda: check_settings(os.environ), watch.at)
+                return examine_processes(directory, sizes, lambda: doctor.check_settings(os.environ), watch.at)
             except (ValueError, OSError) as error:
                 tell_and_end(str(error), 1)
                 raise
@@ -130,7 +121,7 @@ def _print_processes(found: Processes, directory: Path) -> None:
     _print_findings(console, found.findings)
 
 
-def _status(findings: list[Finding]) -> int:
+def _status(findings: list[doctor.Finding]) -> int:
     return int(any(finding.severity == "problem" for finding in findings))
 
 
@@ -138,23 +129,21 @@ def _gib(size: int | None) -> str:
     return "-" if size is None else f"{size / GIB:.1f} GiB"
 
 
-def _print_verdict(console: Any, findings: list[Finding], what: str) -> None:
+def _print_verdict(console: Any, findings: list[doctor.Finding], what: str) -> None:
     problems, notes = (sum(one.severity == kind for one in findings) for kind in ("problem", "note"))
     counts = f"{problems} problem{'s' * (problems != 1)}, {notes} note{'s' * (notes != 1)}"
     print_verdict(console, not problems, "OK" if not problems else "NOT OK", f"{what}: {counts}")
     console.print()
 
 
-def _print_findings(console: Any, findings: list[Finding]) -> None:
+def _print_findings(console: Any, findings: list[doctor.Finding]) -> None:
     for finding in findings:
         console.print()
         console.print(f"{finding.severity.value}: {finding.topic}")
         print_facts(console, {"found": finding.text, "remedy": finding.remedy})
 
 
-def _print(machine: Machine, findings: list[Finding]) -> None:
-    from jfsdp.plan.cluster.doctor import relevant_settings
-
+def _print(machine: doctor.Machine, findings: list[doctor.Finding]) -> None:
     console, probe = make_console(), machine.probe
     memory = f", {_gib(probe.memory_bytes)} for JAX" if probe.memory_bytes else ""
     listed = ", ".join(f"{count} x {kind}" for kind, count in collections.Counter(probe.kinds).items())
@@ -164,7 +153,7 @@ def _print(machine: Machine, findings: list[Finding]) -> None:
         "devices": f"{probe.backend}: {listed}{memory}" if probe.backend else "unknown",
         "locked memory": "no limit" if machine.locked_bytes is None else f"{machine.locked_bytes:,} bytes",
         "/dev/shm": _gib(machine.shm_bytes),
-        **relevant_settings(machine.env),
+        **doctor.relevant_settings(machine.env),
     }
     _print_verdict(console, findings, f"for {probe.backend.upper()}" if probe.backend else "no device is known")
     print_facts(console, facts)

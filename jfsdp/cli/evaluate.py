@@ -12,6 +12,10 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.cli.load_options import OpenOptions
+from jfsdp.extras import need
+from jfsdp.layout.mesh import num_data_shards
+from jfsdp.trainer.data.pipeline import make_pass_iterator
+from jfsdp.trainer.data.tokens import DataConfig, open_data
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Name, Number, optional
 
@@ -40,14 +44,9 @@ class Evaluate(OpenOptions):
     """Print JSON: loss, weight (trained tokens), and what the loss reports besides, such as correct."""
 
     def run(self) -> int:
-        from jfsdp.extras import need
-
         need("train")
         if not self.data:
             raise ValueError("give the data by --data PATH")
-        from jfsdp.layout.mesh import num_data_shards
-        from jfsdp.trainer.data.pipeline import make_pass_iterator
-        from jfsdp.trainer.data.tokens import DataConfig, open_data
         from jfsdp.trainer.run.evaluate import make_evaluator
 
         opened = self.open()

@@ -8,12 +8,16 @@ import warnings
 from typing import TYPE_CHECKING, Any
 
 from jfsdp.cli.console import make_console, make_table, print_verdict, progress
+from jfsdp.layout.layout import Layout, num_parameters
+from jfsdp.layout.lint import LayoutWarning, advise
+from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards
+from jfsdp.layout.report import describe_stage, format_layout, frozen_leaves, reason, show_bytes, strategy_stages
 from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.job import load_job
 from jfsdp.trainer.options import Mesh, ShardingOptions, as_options, make_optimizer, shard_job, step_arguments
 from jfsdp.trainer.parse import read_mesh
 
 if TYPE_CHECKING:
-    from jfsdp.layout.layout import Layout
     from jfsdp.train.state import TrainState
     from jfsdp.train.state_bytes import StateBytes
 
@@ -49,9 +53,6 @@ class Explain(ShardingOptions):
 
     def _abstract(self) -> tuple[TrainState, dict[str, Any]]:
         """Return the shapes of the state, and the program of the step with the reason."""
-        from jfsdp.layout.lint import LayoutWarning
-        from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards
-        from jfsdp.trainer.job import load_job
         from jfsdp.trainer.step import make_batch
 
         job = load_job(self.model, self.factory).with_config(**dict(self.model_config))
@@ -69,9 +70,6 @@ class Explain(ShardingOptions):
 
 
 def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
-    from jfsdp.layout.layout import num_parameters
-    from jfsdp.layout.lint import advise
-    from jfsdp.layout.report import format_layout, frozen_leaves, show_bytes, strategy_stages
     from jfsdp.train.state_bytes import account
 
     layout, count, console = state.layout, account(state), make_console()
@@ -80,12 +78,8 @@ def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
     width = console.width if console.is_terminal else 80
     warnings = [*program["warnings"], *advise(layout)]
     num = f"{len(warnings)} warning{'s' * (len(warnings) != 1)}"
-    print_verdict(
-        console,
-        not warnings,
-        "OK" if not warnings else "WARNINGS",
-        f"{show_bytes(count.total)} of state per device, {num}",
-    )
+    size = f"{show_bytes(count.total)} of state per device"
+    print_verdict(console, not warnings, "WARNINGS" if warnings else "OK", f"{size}, {num}")
     console.print()
     console.print(format_layout(layout, sizes, width), soft_wrap=True)
     if is_wide:
@@ -100,8 +94,6 @@ def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
 
 
 def _leaves(layout: Layout, count: StateBytes) -> Any:
-    from jfsdp.layout.report import describe_stage, reason
-
     numbers = ("bytes per device", "on the host") if count.host_total else ("bytes per device",)
     columns = ("path", "shape", "unit", "parameters at rest", "in use", "optimizer", *numbers, "reason")
     table = make_table(*columns, right=numbers)
@@ -115,8 +107,6 @@ def _leaves(layout: Layout, count: StateBytes) -> Any:
 
 
 def _totals(count: StateBytes) -> str:
-    from jfsdp.layout.report import show_bytes
-
     device = {
         "parameters": count.params,
         "low-precision copies": count.work,

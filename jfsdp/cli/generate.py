@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.cli.load_options import OpenOptions
+from jfsdp.extras import need
 from jfsdp.trainer.display import harmless
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Location, Number, optional
@@ -46,8 +47,6 @@ class Generate(OpenOptions):
     """Print a line of JSON for each prompt: prompt, text, and the ids of the tokens."""
 
     def run(self) -> int:
-        from jfsdp.extras import need
-
         need("train")
         if bool(self.prompt) == (self.data is not None):
             raise ValueError("give prompts: either --prompt TEXT, which may be repeated, or --data FILE")

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
+from jfsdp.launch.runtime import start_jax
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Location, Mesh, Name, optional
 from jfsdp.trainer.parse import read_mesh
+from jfsdp.trainer.run.config import TrainConfig
 
 if TYPE_CHECKING:
     from jfsdp.trainer.run.load_model import Opened
@@ -47,8 +49,6 @@ class OpenOptions(Options):
         Raises:
           ValueError: as `open_model`.
         """
-        from jfsdp.launch.runtime import start_jax
-        from jfsdp.trainer.run.config import TrainConfig
         from jfsdp.trainer.run.load_model import open_model
 
         start_jax()

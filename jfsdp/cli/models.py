@@ -8,6 +8,7 @@ import math
 import sys
 
 from jfsdp.cli.console import make_console, make_table
+from jfsdp.trainer.job import find_job, job_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +20,6 @@ class Models:
 
     def run(self) -> int:
         from jfsdp.modules.adapt import as_model
-        from jfsdp.trainer.job import find_job, job_names
 
         rows = []
         for name in job_names():

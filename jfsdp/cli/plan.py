@@ -8,18 +8,21 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import tyro
 
 from jfsdp.cli.console import progress
 from jfsdp.cli.report import GB, GIB, print_estimate, print_inference, print_plan, print_search
+from jfsdp.launch.runtime import without_plugin_chatter
+from jfsdp.plan.cluster.hardware import Cluster, find_gpu
+from jfsdp.plan.cluster.target import topology_devices
 from jfsdp.plan.memory.peak import RESERVE_BYTES
+from jfsdp.plan.time.chart import ENDINGS, plot_timeline
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, File, Real, StepOptions, optional
-
-if TYPE_CHECKING:
-    from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.trainer.recipes import read_recipe, write_recipe
+from jfsdp.trainer.run.config import TrainConfig
 
 FITS_NOT = 3
 
@@ -74,10 +77,6 @@ class PlanJob(StepOptions):
     """Print JSON: bytes per device, seconds per step."""
 
     def run(self) -> int:
-        from jfsdp.launch.runtime import without_plugin_chatter
-        from jfsdp.plan.cluster.hardware import Cluster, find_gpu
-        from jfsdp.plan.cluster.target import topology_devices
-
         gpu = find_gpu(self.gpu)
         gpu = dataclasses.replace(gpu, network_bandwidth=self.network * GB or gpu.network_bandwidth)
         cluster, reserve_bytes = Cluster(gpu, self.nodes, self.gpus_per_node), int(self.reserve * GIB)
@@ -99,8 +98,6 @@ class PlanJob(StepOptions):
 
     def _check_options(self) -> None:
         """Refuse options that contradict each other, and files that cannot be written, before anything takes time."""
-        from jfsdp.plan.time.chart import ENDINGS
-
         of_program = "--dump-hlo" if self.dump_hlo else "--timeline" if self.timeline else ""
         refused = {
             f"--tokens {self.tokens}: must be a positive number, such as 1e12": not 0 <= self.tokens < math.inf,
@@ -137,7 +134,6 @@ class PlanJob(StepOptions):
         from jfsdp.plan.advice import advise_job
         from jfsdp.plan.jobs import plan_job
         from jfsdp.plan.search.space import recipe_of
-        from jfsdp.plan.time.chart import plot_timeline
 
         with progress(quiet=self.json) as tell:
             plan = plan_job(self, cluster, **more, on_progress=tell)
@@ -169,15 +165,10 @@ class PlanJob(StepOptions):
 
     def _base(self) -> dict[str, Any]:
         """Return the options of the given recipe, also those that no plan depends on."""
-        from jfsdp.trainer.recipes import read_recipe
-
         fields = {name: value for name, value in read_recipe(self.recipe).items() if name != "recipe"}
         return fields | {"model": self.model, "factory": self.factory}
 
     def _write_recipe(self, fields: dict[str, Any]) -> None:
-        from jfsdp.trainer.recipes import write_recipe
-        from jfsdp.trainer.run.config import TrainConfig
-
         if self.write_recipe:
             write_recipe(self.write_recipe, fields, TrainConfig)
 

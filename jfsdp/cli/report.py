@@ -8,13 +8,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jfsdp.cli.console import make_console, make_table, print_facts, print_verdict
+from jfsdp.layout.layout import num_parameters
 from jfsdp.layout.report import describe_mesh, show_bytes, summary
+from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.memory.peak import largest_buffers
 from jfsdp.trainer.option_errors import spell
+from jfsdp.trainer.options import as_options
 from jfsdp.trainer.parse import write
 
 if TYPE_CHECKING:
     from jfsdp.plan.advice import Advice
-    from jfsdp.plan.cluster.hardware import Cluster
     from jfsdp.plan.plan import Plan, Training
     from jfsdp.plan.search.search import Candidate, Search
 
@@ -69,9 +72,6 @@ def print_advice(console: Any, advice: Sequence[Advice], free_bytes: int) -> Non
 
 def _facts(plan: Plan, training: Training | None, verbose: bool) -> dict[str, str]:
     """Describe the job and its speed, by title."""
-    from jfsdp.layout.layout import num_parameters
-    from jfsdp.trainer.options import as_options
-
     layout, work, pipe = plan.layout, plan.work, plan.pipeline
     prefetch = f", prefetch {plan.spec.prefetch.forward}" if plan.spec.prefetch else ""
     rows = {
@@ -134,8 +134,6 @@ def _table(*columns: str) -> Any:
 
 
 def _memory(plan: Plan, verbose: bool) -> Any:
-    from jfsdp.plan.memory.peak import largest_buffers
-
     memory = plan.memory
     table = _table("memory at the peak", "GiB", "share", *["largest buffers"] * verbose)
     names: dict[str, list[str]] = {}
@@ -271,15 +269,13 @@ def print_estimate(estimate: dict[str, Any], cluster: Cluster, advice: Sequence[
     console, limit, state = make_console(), estimate["limit_bytes"], estimate["state_bytes"]
     ms = {name: f"{(estimate[name] or 0.0) * 1e3:.1f} ms" for name in ("wire_s", "compute_s", "step_s_at_least")}
     print_fit(console, estimate["state_fits"], state, limit, "THE STATE FITS")
-    print_facts(
-        console,
-        {
-            "cluster": cluster.describe(),
-            "sharding": f"{estimate['strategy']}; the largest unit is {show_bytes(estimate['unit_bytes'])} gathered",
-            "not counted": "activations and logits: nothing was compiled",
-            "communication": f"{estimate['wire_bytes_theory'] / GB:.3f} GB per step by formula, {ms['wire_s']}",
-            "compute": f"{ms['compute_s']} per step at the datasheet's peak",
-            "step": f"at least {ms['step_s_at_least']}: a bound, not a prediction",
-        },
-    )
+    facts = {
+        "cluster": cluster.describe(),
+        "sharding": f"{estimate['strategy']}; the largest unit is {show_bytes(estimate['unit_bytes'])} gathered",
+        "not counted": "activations and logits: nothing was compiled",
+        "communication": f"{estimate['wire_bytes_theory'] / GB:.3f} GB per step by formula, {ms['wire_s']}",
+        "compute": f"{ms['compute_s']} per step at the datasheet's peak",
+        "step": f"at least {ms['step_s_at_least']}: a bound, not a prediction",
+    }
+    print_facts(console, facts)
     print_advice(console, advice, limit - state)

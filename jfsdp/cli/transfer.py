@@ -10,17 +10,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import jax
 import tyro
 
+from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
+from jfsdp.checkpoint.disk.paths import find_checkpoint
+from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
+from jfsdp.checkpoint.foreign.mapping import as_name_map
+from jfsdp.checkpoint.source import Recast, Renamed, Watched, total_bytes
 from jfsdp.cli.console import progress_of
+from jfsdp.launch.runtime import start_jax
+from jfsdp.layout.lora import Adapter
 from jfsdp.trainer.help_groups import Options, option
+from jfsdp.trainer.job import Job, load_job
 from jfsdp.trainer.options import Dtype, Fields, Name, Number, Real, optional, read_config
 from jfsdp.trainer.parse import read_fields
 
 if TYPE_CHECKING:
-    from jfsdp.checkpoint.disk.reader import CheckpointSource
     from jfsdp.checkpoint.foreign.export import Written
-    from jfsdp.trainer.job import Job
 
 _Path = Annotated[str, tyro.conf.arg(metavar="PATH", help="A checkpoint, or the directory of a run.")]
 _Target = Annotated[str, tyro.conf.arg(metavar="TARGET", help="A directory to be made.")]
@@ -52,9 +59,6 @@ class Convert:
 
     def run(self) -> int:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, convert
-        from jfsdp.checkpoint.disk.paths import find_checkpoint
-        from jfsdp.checkpoint.disk.reader import CheckpointSource
-        from jfsdp.checkpoint.source import total_bytes
 
         path = find_checkpoint(self.path)
         total = total_bytes(CheckpointSource(path).arrays.values())
@@ -112,12 +116,8 @@ class Export(_ModelOptions):
     """Print JSON."""
 
     def run(self) -> int:
-        from jfsdp.checkpoint.disk.paths import find_checkpoint
-        from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
         from jfsdp.checkpoint.foreign.export import MEMORY_BYTES, export_safetensors
-        from jfsdp.checkpoint.foreign.mapping import as_name_map
         from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
-        from jfsdp.checkpoint.source import Watched, total_bytes
 
         path = find_checkpoint(self.path)
         source = CheckpointSource(path)
@@ -156,8 +156,6 @@ class Export(_ModelOptions):
         """Write the adapters of a checkpoint for PEFT; the base is what its run began with."""
         from jfsdp.checkpoint.foreign.peft import write_peft
         from jfsdp.checkpoint.foreign.pretrained import find_averages
-        from jfsdp.checkpoint.source import Renamed
-        from jfsdp.layout.lora import Adapter
 
         if self.max_length is not None:
             raise ValueError(f"{source.path}: holds adapters of a base; leave out --max-length")
@@ -183,9 +181,8 @@ class Export(_ModelOptions):
             allow_nonfinite=self.allow_nonfinite,
         )
         run = source.stated("config")
-        _say_written(
-            self.json, source.path, written, _copy_beside(run if isinstance(run, dict) else {}, written.directory)
-        )
+        copied = _copy_beside(run if isinstance(run, dict) else {}, written.directory)
+        _say_written(self.json, source.path, written, copied)
         if not self.json:
             print(f"load it: peft.AutoPeftModelForCausalLM.from_pretrained({str(written.directory)!r})")
         return 0
@@ -213,9 +210,7 @@ class Import(_ModelOptions):
 
     def run(self) -> int:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, choose_dtypes, write_source
-        from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
         from jfsdp.checkpoint.foreign.pretrained import fit_job, is_ours, pretrained_source
-        from jfsdp.checkpoint.source import Recast, Renamed, Watched, total_bytes
 
         path = Path(self.path).expanduser()
         if is_ours(path):
@@ -278,10 +273,6 @@ class Unmerge(Merge):
 
 def _find_job(options: _ModelOptions, given: dict[str, Any]) -> Job:
     """Load the job that the options name, else the one that a run was configured with, as its checkpoint says."""
-    from jfsdp.checkpoint.foreign.mapping import as_name_map
-    from jfsdp.launch.runtime import start_jax
-    from jfsdp.trainer.job import load_job
-
     start_jax()
     stored = given.get("config", {})
     model, factory, fields = options.model, options.factory, options.model_config
@@ -320,8 +311,6 @@ def _with_length(config: dict[str, Any], max_length: int) -> dict[str, Any]:
 
 def _leaves(job: Job) -> dict[str, Any]:
     """Return the parameters of a job by name: logical shapes and dtypes. Allocates nothing."""
-    import jax
-
     from jfsdp.modules.adapt import as_model
 
     return {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in as_model(job.model).params.items()}
@@ -329,7 +318,6 @@ def _leaves(job: Job) -> dict[str, Any]:
 
 def _config_of(options: Import, job: Job) -> dict[str, Any]:
     """Return what the checkpoint says of its model, as a run does: so that an export needs no option."""
-    from jfsdp.checkpoint.foreign.mapping import as_name_map
     from jfsdp.checkpoint.foreign.pretrained import config_json, stated_config
 
     named = {"config": {"model": options.model, "factory": options.factory, "model_config": options.model_config}}
