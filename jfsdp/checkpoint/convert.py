@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jfsdp.checkpoint import source as sources
 from jfsdp.checkpoint.disk.errors import readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, make_manifest
 from jfsdp.checkpoint.disk.logical_arrays import Logical
@@ -19,24 +20,9 @@ from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names
-from jfsdp.checkpoint.source import (
-    PIECE_BYTES,
-    Index,
-    Progress,
-    Recast,
-    Source,
-    Watched,
-    cell_of,
-    contiguous,
-    float_dtype,
-    grid,
-    no_progress,
-    subset,
-    total_bytes,
-)
 from jfsdp.layout.select import select_leaves
 
-MEMORY_BYTES = STREAM_BYTES + 2 * 5 * 8 * PIECE_BYTES
+MEMORY_BYTES = STREAM_BYTES + 2 * 5 * 8 * sources.PIECE_BYTES
 """What writing from a source takes on the host at most: 8 pieces at once, each as it is stored, read, cast, encoded and
 gathered into a file; and as much again in fragments that malloc keeps (measured: half of that)."""
 
@@ -52,7 +38,7 @@ def choose_dtypes(arrays: Mapping[str, jax.ShapeDtypeStruct], casts: Sequence[st
     chosen: dict[str, Any] = {}
     for cast in casts:
         pattern, equals, dtype = cast.rpartition("=")
-        wanted = float_dtype(dtype)
+        wanted = sources.float_dtype(dtype)
         names = select_leaves("dtype", pattern if equals else "params", arrays, {})
         chosen |= {name: wanted for name in names if jnp.issubdtype(arrays[name].dtype, jnp.floating)}
     return chosen
@@ -67,7 +53,7 @@ def convert(
     unstack: str | None = None,
     only: str | Sequence[str] | None = None,
     skip: str | Sequence[str] | None = None,
-    progress: Progress = no_progress,
+    progress: sources.Progress = sources.no_progress,
 ) -> tuple[str, ...]:
     """Write a checkpoint anew. What is read is checked before; what is written has digests. One process does it.
 
@@ -98,26 +84,26 @@ def convert(
         raise ValueError(f"checkpoint {source.path}: {target} is inside of it; choose a path beside it")
     names = choose(source.arrays, only, skip)
     source.check(names)
-    view: Source = Watched(subset(source, names), progress)
+    view: sources.Source = sources.Watched(sources.subset(source, names), progress)
     if stack is not None:
         view = _under(view, stack_names(view.arrays, stack))
     if unstack is not None:
         view = _under(view, list_names(view.arrays, unstack))
-    view = Recast(view, choose_dtypes(view.arrays, casts))
+    view = sources.Recast(view, choose_dtypes(view.arrays, casts))
     manifest = {key: source.manifest[key] for key in ("step", "metrics", "base") if key in source.manifest}
     manifest["converted"] = {"from": str(source.path), "casts": list(casts), "stack": stack, "unstack": unstack}
     documents = {LAYOUT: source.manifest["layout"], CONFIG: source.manifest["config"], EXTRA: source.manifest["extra"]}
     return write_source(target, view, manifest, documents, key_impls=source.key_impls)
 
 
-def _under(source: Source, names: Sequence[str]) -> Source:
+def _under(source: sources.Source, names: Sequence[str]) -> sources.Source:
     """Return a source under names some of which are stacks of its lists, or members of its stacks."""
-    return subset(OtherLayers(source, names), names)
+    return sources.subset(OtherLayers(source, names), names)
 
 
 def write_source(
     target: Any,
-    source: Source,
+    source: sources.Source,
     manifest: Mapping[str, Any],
     documents: Mapping[str, Any],
     *,
@@ -142,15 +128,15 @@ def write_source(
     from jfsdp.checkpoint.store import claimed, make_room, unfinished
 
     target, counted, impls = local_path(target), Counted(source), key_impls or {}
-    needed = total_bytes(source.arrays.values())
+    needed = sources.total_bytes(source.arrays.values())
 
-    def read(name: str, index: Index) -> np.ndarray:
-        return contiguous(counted.read(name, index))
+    def read(name: str, index: sources.Index) -> np.ndarray:
+        return sources.contiguous(counted.read(name, index))
 
     pieces: dict[str, Pieces] = {}
     for name, array in source.arrays.items():
-        cell = cell_of(array.shape, array.dtype.itemsize)
-        parts = [(index, functools.partial(read, name, index)) for index in grid(array.shape, cell)]
+        cell = sources.cell_of(array.shape, array.dtype.itemsize)
+        parts = [(index, functools.partial(read, name, index)) for index in sources.grid(array.shape, cell)]
         pieces[name] = Pieces(array.shape, np.dtype(array.dtype), cell, parts)  # each part is read when it is written
     described = {name: Logical(x.shape, x.dtype, impls.get(name)) for name, x in source.arrays.items()}
     whole = make_manifest(described, target.name) | dict(manifest)

@@ -23,22 +23,10 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jfsdp.compat import warn
+from jfsdp.engine import movements
 from jfsdp.engine.driver.run import run
 from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import Engine, Pairs, Pull, T, pad_all, to_device
-from jfsdp.engine.movements import (
-    BACKWARD,
-    CALL,
-    FORWARD,
-    GATHER,
-    LAST,
-    REDUCE,
-    SCATTER,
-    Move,
-    accumulator_axes,
-    last_axes,
-    of_leaf,
-)
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.flat import move_together
 from jfsdp.layout.leaf import Leaf
@@ -80,17 +68,19 @@ class ManualEngine(Engine):
         return outs, pull
 
     @functools.cached_property
-    def _moves(self) -> Mapping[tuple[str, str], Sequence[Move]]:
-        found: dict[tuple[str, str], list[Move]] = {}
+    def _moves(self) -> Mapping[tuple[str, str], Sequence[movements.Move]]:
+        found: dict[tuple[str, str], list[movements.Move]] = {}
         for leaf in self.layout.moved:
-            for move in of_leaf(self.layout, leaf, self.deferred):
+            for move in movements.of_leaf(self.layout, leaf, self.deferred):
                 found.setdefault((leaf.path, move.when), []).append(move)
         return found
 
     def _move(self, when: str, leaf: Leaf, sliced: int, value: jax.Array) -> jax.Array:
         """Do what the list says of a leaf or a buffer."""
         for move in self._moves.get((leaf.path, when), ()):
-            axes = self._names(leaf, move.stage) if move.kind == GATHER else self.layout.axes_on(self.mesh, move.axes)
+            axes = self.layout.axes_on(self.mesh, move.axes)
+            if move.kind == movements.GATHER:
+                axes = self._names(leaf, move.stage)
             value = self._collect(move.kind, value.astype(move.dtype), axes, leaf, sliced)
         return value
 
@@ -101,10 +91,10 @@ class ManualEngine(Engine):
         dim = None if leaf.dim is None else leaf.dim - sliced
 
         def collect(value: jax.Array) -> jax.Array:
-            if kind == REDUCE:
+            if kind == movements.REDUCE:
                 return jax.lax.psum(value, axes)
             assert dim is not None, leaf.path
-            if kind == GATHER:
+            if kind == movements.GATHER:
                 return jax.lax.all_gather(value, axes, axis=dim, tiled=True)
             return jax.lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
 
@@ -184,14 +174,14 @@ class ManualEngine(Engine):
     def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of this device's part of an accumulator."""
         leaf, whole = self.layout.by_path[path], super().sum_shape(path)
-        parts = self.layout.num_shards(accumulator_axes(leaf, self.deferred))
+        parts = self.layout.num_shards(movements.accumulator_axes(leaf, self.deferred))
         shape = [size // parts if dim == leaf.dim else size for dim, size in enumerate(whole.shape)]
         return jax.ShapeDtypeStruct(shape, whole.dtype)
 
     def finished_spec(self, path: str) -> PartitionSpec:
         """Return how a gradient stands after `finish`: split further where the last sum is scattered."""
         leaf = self.layout.by_path[path]
-        split = (*accumulator_axes(leaf, self.deferred), *last_axes(leaf, self.deferred))
+        split = (*movements.accumulator_axes(leaf, self.deferred), *movements.last_axes(leaf, self.deferred))
         return _data_spec(leaf, self.layout.axes_on(self.mesh, split))
 
     def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
@@ -199,7 +189,7 @@ class ManualEngine(Engine):
 
         pairs = [(self.layout.by_path[path], 0) for path in grads]
         here = {path: to_device(x) if weight is None else to_device(x) / weight for path, x in grads.items()}
-        summed = self._move_all(LAST, pairs, here)
+        summed = self._move_all(movements.LAST, pairs, here)
         opened = {x.path: self._open(x, summed[x.path].astype(x.stage("grad").dtype)) for x, _ in pairs}
         return opened if weight is None else {path: x * weight for path, x in opened.items()}
 
@@ -211,7 +201,7 @@ class ManualEngine(Engine):
         """
         # What is computed from the gathered weights must not be moved before the gather of another unit.
         here = jax.lax.optimization_barrier(shards)
-        return self._move_all(FORWARD, pairs, here)
+        return self._move_all(movements.FORWARD, pairs, here)
 
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
         """Cut whole leaves to what is kept of them. Moves no data between devices."""
@@ -228,7 +218,7 @@ class ManualEngine(Engine):
 
     def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
         """All-gather leaves from what was kept of them."""
-        return self._move_all(BACKWARD, pairs, kept)
+        return self._move_all(movements.BACKWARD, pairs, kept)
 
     def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
         """Sum whole gradients, of logical shape, over the axes that are not deferred.
@@ -244,7 +234,7 @@ class ManualEngine(Engine):
         return self._sum_all([(self.layout.by_path[path], 0) for path in grads], grads)
 
     def _sum_all(self, pairs: Pairs, grads: Arrays) -> Arrays:
-        summed = self._move_all(CALL, pairs, grads)
+        summed = self._move_all(movements.CALL, pairs, grads)
         return {leaf.path: summed[leaf.path].astype(leaf.stage("grad").dtype) for leaf, _ in pairs}
 
     def constrain(self, values: Arrays, stage: str) -> Arrays:
@@ -263,21 +253,21 @@ class ManualEngine(Engine):
 
         def scatter(leaf: Leaf, sliced: int, grad: jax.Array) -> jax.Array:
             grad, axes = grad.astype(self.layout.reduce_dtype(leaf)), self._names(leaf, leaf.source)
-            return self._collect(SCATTER, grad, axes, leaf, sliced) if axes else grad
+            return self._collect(movements.SCATTER, grad, axes, leaf, sliced) if axes else grad
 
         return move_together(self.layout, pairs, grads, scatter)
 
     def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
         """Bring a gradient from what a unit's own derivative gives to what its accumulator adds."""
         leaf = self.layout.by_path[path]
-        done, held = leaf.stage(leaf.source).axes, accumulator_axes(leaf, self.deferred)
+        done, held = leaf.stage(leaf.source).axes, movements.accumulator_axes(leaf, self.deferred)
         grad = to_device(grad).astype(self.layout.reduce_dtype(leaf))
         further = self.layout.axes_on(self.mesh, [axis for axis in held if axis not in done])
         if further:
-            grad = self._collect(SCATTER, grad, further, leaf, 0)
+            grad = self._collect(movements.SCATTER, grad, further, leaf, 0)
         rest = [axis for axis in self.layout.data_axes if axis not in (*self.deferred, *done, *held)]
         if rest:
-            grad = self._collect(REDUCE, grad, self.layout.axes_on(self.mesh, rest), leaf, 0)
+            grad = self._collect(movements.REDUCE, grad, self.layout.axes_on(self.mesh, rest), leaf, 0)
         grad = grad.astype(leaf.stage("grad").dtype)
         if set(done) <= set(held):
             return grad

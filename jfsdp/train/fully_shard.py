@@ -11,24 +11,12 @@ from jax.sharding import AbstractMesh, Mesh
 
 from jfsdp.arguments import checked
 from jfsdp.compat import warn
+from jfsdp.layout import mesh as meshes
 from jfsdp.layout.build import build_layout
 from jfsdp.layout.cuts import AxisRules, check_aliases
 from jfsdp.layout.lint import LayoutWarning, advise_memory
 from jfsdp.layout.lora import also
 from jfsdp.layout.loss_scale import LossScale
-from jfsdp.layout.mesh import (
-    DATA_AXES,
-    MODEL_AXES,
-    PIPE,
-    axis_sizes,
-    crosses_hosts,
-    make_mesh,
-    model_axes,
-    model_mesh,
-    node_size,
-    num_data_shards,
-    row_shares,
-)
 from jfsdp.layout.placements import LeafRules, Placements
 from jfsdp.layout.policy import OffloadPolicy, Remat, resolve_policies
 from jfsdp.layout.precision import MixedPrecisionPolicy
@@ -108,9 +96,9 @@ def fully_shard(
     wrapped = as_wrapped(model)
     if isinstance(wrapped.model, ShardedModel):
         raise TypeError("model: a ShardedModel is sharded already; pass the module or the factory that it was made of")
-    mesh, mp_policy = make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()
+    mesh, mp_policy = meshes.make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()
     _check_mesh(mesh)
-    with model_mesh(mesh):
+    with meshes.model_mesh(mesh):
         base = as_model(wrapped.model)
     sizes = dict(mesh.shape)
     strategy = get_strategy(strategy, sizes, opt_over)
@@ -155,8 +143,8 @@ def fully_shard(
 
 def _node_ways(mesh: Mesh | AbstractMesh, strategy: Strategy) -> int:
     """Return how many neighbouring devices of one host share a parameter between forward and backward."""
-    ways = math.gcd(node_size(mesh), math.prod(mesh.shape.get(axis, 1) for axis in strategy.axes("param")))
-    if ways == 1 < num_data_shards(mesh.shape):
+    ways = math.gcd(meshes.node_size(mesh), math.prod(mesh.shape.get(axis, 1) for axis in strategy.axes("param")))
+    if ways == 1 < meshes.num_data_shards(mesh.shape):
         warn(
             f"reshard_after_forward={NODE!r}: hosts have one device each, so units stay whole from forward to "
             "backward, as with False; pass reshard_after_forward=n to split them over n neighbouring devices",
@@ -166,16 +154,16 @@ def _node_ways(mesh: Mesh | AbstractMesh, strategy: Strategy) -> int:
 
 
 def _check_mesh(mesh: Any) -> None:
-    axis_sizes(mesh)
+    meshes.axis_sizes(mesh)
     for axis, size in mesh.shape.items():
-        if axis not in (*DATA_AXES, *MODEL_AXES) and size > 1:
+        if axis not in (*meshes.DATA_AXES, *meshes.MODEL_AXES) and size > 1:
             raise ValueError(
                 f"mesh axis {axis!r} (size {size}): nothing is split over it yet, so its devices would only repeat "
-                f"each other's work; give them to {' or '.join(map(repr, DATA_AXES))}"
+                f"each other's work; give them to {' or '.join(map(repr, meshes.DATA_AXES))}"
             )
-    row_shares(mesh)
-    for axis in model_axes(mesh):
-        if axis != PIPE and crosses_hosts(mesh, axis):
+    meshes.row_shares(mesh)
+    for axis in meshes.model_axes(mesh):
+        if axis != meshes.PIPE and meshes.crosses_hosts(mesh, axis):
             warn(
                 f"mesh axis {axis!r} (size {mesh.shape[axis]}) joins devices of different hosts, and over it "
                 "activations travel in every layer; unless a fast link joins these hosts, take a size that divides the "

@@ -13,19 +13,10 @@ import numpy as np
 
 from jfsdp.arguments import PathLike, checked
 from jfsdp.checkpoint.disk.processes import only_first
+from jfsdp.checkpoint.foreign import mapping
 from jfsdp.checkpoint.foreign.dims import parse_dims, same_dims
 from jfsdp.checkpoint.foreign.export import Written, write_safetensors
-from jfsdp.checkpoint.foreign.mapping import (
-    Exported,
-    Imported,
-    NameMap,
-    Names,
-    Piece,
-    Shapes,
-    as_name_map,
-    bind,
-    forms_of,
-)
+from jfsdp.checkpoint.foreign.mapping import NameMap, Names, Shapes
 from jfsdp.checkpoint.foreign.peft_files import CONFIG, PARTS, PREFIX, WEIGHT, WEIGHTS, PeftAdapter, open_peft
 from jfsdp.checkpoint.source import Index, Joined, Renamed, Source
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA, part_shapes
@@ -43,9 +34,9 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
     Raises:
       ValueError: as `open_peft`; if it adapts what the model has not, or only some layers of a stack.
     """
-    adapter, names = open_peft(path), as_name_map(names)
+    adapter, names = open_peft(path), mapping.as_name_map(names)
     leaves = model if isinstance(model, Mapping) else {leaf.path: leaf for leaf in model.layout.leaves}
-    pieces = bind(names, leaves)
+    pieces = mapping.bind(names, leaves)
     also = collections.Counter(_whole_leaves(adapter, names, pieces))
     found: dict[str, list[tuple[int, float]]] = {}
     for weight in adapter.weights():
@@ -80,7 +71,7 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
     ]
 
 
-def _whole_leaves(adapter: PeftAdapter, names: NameMap, pieces: Mapping[str, Piece]) -> list[str]:
+def _whole_leaves(adapter: PeftAdapter, names: NameMap, pieces: Mapping[str, mapping.Piece]) -> list[str]:
     """Return our leaves of the arrays that an adapter has whole; two that are tied are one leaf."""
     tied = _tied(names, pieces)
     for copy, original in tied.items():
@@ -95,7 +86,7 @@ def _whole_leaves(adapter: PeftAdapter, names: NameMap, pieces: Mapping[str, Pie
     return [pieces[name].leaf for name in found]
 
 
-def _tied(names: NameMap, pieces: Mapping[str, Piece]) -> dict[str, str]:
+def _tied(names: NameMap, pieces: Mapping[str, mapping.Piece]) -> dict[str, str]:
     """Return the names that have no array in the model, since they are tied, by which name they are tied to."""
     return {copy: name for copy, name in names.tied.items() if copy not in pieces and name in pieces}
 
@@ -106,7 +97,7 @@ def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
     Raises:
       ValueError: for an adapted leaf without a rule, or whose other array has dims of input and output merged.
     """
-    names, rules, remaining = as_name_map(names), [], dict(adapters)
+    names, rules, remaining = mapping.as_name_map(names), [], dict(adapters)
     for rule in names.rules:
         ours, theirs, text = (*rule, "")[:3]
         fitting = [remaining.pop(path) for path in list(remaining) if _fits(rule, path)]
@@ -134,7 +125,7 @@ def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
 
 def adapter_source(
     adapter: PeftAdapter, names: Names, adapters: Mapping[str, Adapter], leaves: Shapes | None = None
-) -> Imported:
+) -> mapping.Imported:
     """Open an adapter's arrays under our names, after every check of names and shapes.
 
     Args:
@@ -145,10 +136,10 @@ def adapter_source(
       ValueError: if arrays are left over on either side, or have another shape; lists them. For another scale.
     """
     leaves = leaves or {}
-    names = as_name_map(names)
-    whole = _whole_leaves(adapter, names, bind(names, leaves))
+    names = mapping.as_name_map(names)
+    whole = _whole_leaves(adapter, names, mapping.bind(names, leaves))
     shapes, rules = part_shapes(adapters) | {leaf: leaves[leaf] for leaf in whole}, adapter_map(names, adapters)
-    found, pieces = Imported(adapter.source, rules, shapes, where=adapter.path), bind(rules, shapes)
+    found, pieces = mapping.Imported(adapter.source, rules, shapes, where=adapter.path), mapping.bind(rules, shapes)
     for weight in adapter.weights():
         one, scale = adapters[pieces[adapter.part(weight, A)].leaf.removesuffix(f".{A}")], adapter.scale(weight)
         if not math.isclose(scale, one.scale):
@@ -211,8 +202,8 @@ def write_peft(
     Raises:
       ValueError: as `adapter_map` and `export_safetensors`; and for a module of which only some arrays are trained.
     """
-    names = as_name_map(names)
-    exported, own = Exported(source, adapter_map(names, adapters)), bind(names, leaves)
+    names = mapping.as_name_map(names)
+    exported, own = mapping.Exported(source, adapter_map(names, adapters)), mapping.bind(names, leaves)
     # A module that PEFT replaces is tied no longer: so both go out, and PEFT ties them again.
     copies = {copy: name for copy, name in _tied(names, own).items() if PREFIX + name in exported.arrays}
     written = Joined(exported, Renamed(exported, {PREFIX + copy: PREFIX + name for copy, name in copies.items()}))
@@ -231,7 +222,7 @@ def write_peft(
 
 
 def _config(
-    exported: Exported, saved: Collection[str], names: NameMap, adapters: Mapping[str, Adapter]
+    exported: mapping.Exported, saved: Collection[str], names: NameMap, adapters: Mapping[str, Adapter]
 ) -> dict[str, Any]:
     """Return the contents of `adapter_config.json`."""
     modules: dict[str, Adapter] = {}
@@ -267,7 +258,7 @@ def _config(
 
 
 def _fits(rule: Sequence[str], path: str) -> bool:
-    return any(form.ours.fullmatch(path) for form in forms_of(rule))
+    return any(form.ours.fullmatch(path) for form in mapping.forms_of(rule))
 
 
 def _targets(modules: Mapping[str, Adapter], names: NameMap, adapters: Mapping[str, Adapter]) -> list[str]:

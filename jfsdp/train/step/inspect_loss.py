@@ -9,21 +9,8 @@ from typing import Any
 import jax
 
 from jfsdp.compat import core, dce_jaxpr
+from jfsdp.engine import dataflow
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.dataflow import (
-    all_eqns,
-    carries_tangents,
-    depends_on,
-    draws,
-    has_own_derivative,
-    is_in_condition,
-    keep_outputs,
-    num_readers,
-    passes_through,
-    reads,
-    stated_axes,
-    unread,
-)
 from jfsdp.engine.engine import SCOPE, UNIT_CALL
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.layout import Layout
@@ -81,11 +68,11 @@ def survey(
     jaxpr, states = trace.jaxpr, sorted(model_state)
     keys = {name for name, value in model_state.items() if is_key(value)}
     whole: list[Any] = []
-    by_rows = depends_on(jaxpr, trace.is_row, whole.append)
+    by_rows = dataflow.depends_on(jaxpr, trace.is_row, whole.append)
     keyed: list[Any] = []
-    by_keys = depends_on(jaxpr, [name in keys for name in trace.states], keyed.append)
-    own_draws = {id(eqn) for eqn in (*keyed, *whole) if draws(eqn)}  # rows may be keys, or make them
-    stated = stated_axes(jaxpr, but=f"{SCOPE}.")
+    by_keys = dataflow.depends_on(jaxpr, [name in keys for name in trace.states], keyed.append)
+    own_draws = {id(eqn) for eqn in (*keyed, *whole) if dataflow.draws(eqn)}  # rows may be keys, or make them
+    stated = dataflow.stated_axes(jaxpr, but=f"{SCOPE}.")
     after = slice(len(by_rows) - len(states), None)
     num_shards = layout.num_shards(layout.data_axes)
     apart = [mark and num_shards > 1 for mark in by_rows[after]]  # one data shard has all rows
@@ -94,7 +81,7 @@ def survey(
         or _unread_problem(jaxpr)
         or _condition_problem(jaxpr)
         or _weight_problem(layout, trace.traced, held)
-        or _state_problem(states, trace.states, keys, apart, by_keys[after], passes_through(jaxpr)[after])
+        or _state_problem(states, trace.states, keys, apart, by_keys[after], dataflow.passes_through(jaxpr)[after])
     )
     no_sum = None if trace.is_sum else "the loss is a scalar, and may not be a sum over rows by a count"
     if trace.is_sum and not by_rows[1]:
@@ -114,7 +101,10 @@ def survey(
     root = {path for path in layout.unit(ROOT).leaves if layout.by_path[path].trainable}
     readers, own_derivatives = (
         dict(zip(trace.traced.names, counts, strict=True))
-        for counts in (num_readers(jaxpr), num_readers(jaxpr, has_own_derivative, but=UNIT_CALL))
+        for counts in (
+            dataflow.num_readers(jaxpr),
+            dataflow.num_readers(jaxpr, dataflow.has_own_derivative, but=UNIT_CALL),
+        )
     )
     num_sums = {path: 1 for path, num in own_derivatives.items() if num and path in root}
     num_sums |= {path: num for path, num in readers.items() if num > 1 and path in root}
@@ -124,7 +114,7 @@ def survey(
         no_sum,
         any(by_rows[after]),
         by_keys[0],
-        any(draws(eqn) and id(eqn) not in own_draws for eqn in all_eqns(jaxpr)),
+        any(dataflow.draws(eqn) and id(eqn) not in own_draws for eqn in dataflow.all_eqns(jaxpr)),
         problem,
         num_sums,
         own,
@@ -142,7 +132,7 @@ def _repeats(layout: Layout, traced: Any) -> bool:
     def is_call(eqn: Any) -> bool:
         return is_loop(eqn) or str(eqn.params.get("name", "")).startswith(UNIT_CALL)
 
-    calls, loops = (num_readers(traced.jaxpr, reads) for reads in (is_call, is_loop))
+    calls, loops = (dataflow.num_readers(traced.jaxpr, reads) for reads in (is_call, is_loop))
     for path, num, inside in zip(traced.names, calls, loops, strict=True):
         leaf = layout.by_path.get(path)
         if leaf and leaf.trainable and leaf.unit != ROOT and (num > 1 or (inside and not leaf.stacked)):
@@ -182,7 +172,7 @@ class _Trace:
         """Return the weight of the loss if it depends on no array, else None."""
         wanted = [place == 1 for place in range(len(self.jaxpr.outvars))]
         # Inside calls and loops too: what computes the weight there may compute with arrays beside it.
-        jaxpr, is_read = dce_jaxpr(keep_outputs(self.jaxpr, wanted), [True])
+        jaxpr, is_read = dce_jaxpr(dataflow.keep_outputs(self.jaxpr, wanted), [True])
         consts = self._flat[: self._num_consts]
         if any(is_read[self._num_consts :]) or any(isinstance(x, core.Tracer) for x in consts):
             return None
@@ -200,7 +190,7 @@ def check_weight(layout: Layout, traced: Traced) -> None:
     """
 
     def reaches(trained: Sequence[bool]) -> bool:
-        return depends_on(traced.jaxpr, trained, carries=carries_tangents)[_WEIGHT]
+        return dataflow.depends_on(traced.jaxpr, trained, carries=dataflow.carries_tangents)[_WEIGHT]
 
     leaves = [layout.by_path.get(name) for name in traced.names]
     trained = [leaf is not None and leaf.trainable for leaf in leaves]
@@ -227,14 +217,14 @@ def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> st
 
 
 def _unread_problem(jaxpr: Any) -> str | None:
-    names = unread(jaxpr)
+    names = dataflow.unread(jaxpr)
     if names:
         return f"the model calls {names[0]}, an operation of JAX with a body that jfsdp does not know how to read"
     return None
 
 
 def _condition_problem(jaxpr: Any) -> str | None:
-    if is_in_condition(jaxpr, f"{SCOPE}.gather"):
+    if dataflow.is_in_condition(jaxpr, f"{SCOPE}.gather"):
         return "a unit is called under a condition (cond, while), on which devices may disagree"
     return None
 
@@ -244,7 +234,7 @@ def _weight_problem(layout: Layout, traced: Traced, held: Collection[str]) -> st
     names = [*traced.names[: traced.num_flat], *[""] * (len(traced.names) - traced.num_flat)]
     leaves = [layout.by_path[name] if name else None for name in names]
     marked = [leaf is not None and leaf.unit not in held and bool(leaf.stage(leaf.source).axes) for leaf in leaves]
-    for place, eqn in reads(traced.jaxpr, marked):
+    for place, eqn in dataflow.reads(traced.jaxpr, marked):
         if f"{SCOPE}." not in str(eqn.source_info.name_stack):
             return (
                 f"{names[place]} is read outside the calls of its unit {leaves[place].unit!r}, where a device has its "  # type: ignore[union-attr]

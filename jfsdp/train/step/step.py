@@ -23,15 +23,7 @@ from jfsdp.engine.spec import StepSpec
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.loss_scale import LossScale
 from jfsdp.layout.mesh import DATA_AXES, data_axes, model_mesh, num_data_shards, row_shares, spans_run
-from jfsdp.train.checks import (
-    as_arrays,
-    batch_shape,
-    check_batch,
-    check_lowers,
-    check_own_rows,
-    check_same_batch,
-    check_state,
-)
+from jfsdp.train import checks
 from jfsdp.train.process_checks import compare_batches, is_global
 from jfsdp.train.state import TrainState, abstract_state, state_shardings
 from jfsdp.train.step.config import StepConfig
@@ -125,8 +117,8 @@ class BatchStep:
 
         Raises, Warns: as `resolve_step`; ValueError for a batch that cannot be split.
         """
-        batch = as_arrays(batch)
-        check_same_batch(batch, self._cache.batch_shape)
+        batch = checks.as_arrays(batch)
+        checks.check_same_batch(batch, self._cache.batch_shape)
         self._check_batch(batch, self.config.accumulate)
         return self._resolve(batch)
 
@@ -134,7 +126,7 @@ class BatchStep:
         if self._cache.spec is None:
             with model_mesh(self.mesh):
                 self._cache.spec = resolve_step(self.apply, self._loss_fn, self.config, batch)
-            self._cache.batch_shape = batch_shape(batch)
+            self._cache.batch_shape = checks.batch_shape(batch)
         return self._cache.spec
 
     @property
@@ -150,10 +142,10 @@ class BatchStep:
 
     def prepare(self, state: Any, batch: Any) -> tuple[TrainState, Any]:
         """Check a state and a batch, and before the first step the loss; put the batch where the step wants it."""
-        check_state(state, self.layout, self.loss_scale)
+        checks.check_state(state, self.layout, self.loss_scale)
         state = dataclasses.replace(state, layout=self.layout)
         batch = self._shard(batch, self.config.accumulate)
-        check_same_batch(batch, self._cache.batch_shape)
+        checks.check_same_batch(batch, self._cache.batch_shape)
         self._resolve(batch)
         if self.config.check_loss and not self._cache.is_checked:
             with model_mesh(self.mesh):
@@ -163,7 +155,7 @@ class BatchStep:
 
     def finished(self, batch: Any, metrics: Metrics) -> None:
         """Say that a step over this batch was taken: later ones are of the same structure."""
-        self._cache.batch_shape = batch_shape(batch)
+        self._cache.batch_shape = checks.batch_shape(batch)
         keep_pace(metrics["loss"])
 
     def own_rows(self, num_rows: int) -> range:
@@ -211,7 +203,7 @@ class BatchStep:
         return self._shard(batch, 1)
 
     def _shard(self, batch: Any, accumulate: int) -> Any:
-        batch = as_arrays(batch)
+        batch = checks.as_arrays(batch)
         num, is_alone = len(set(self._shares.values())), len(self._shares) == 1
         while self._cache.first_checks:
             self._cache.first_checks.pop()(batch)
@@ -219,8 +211,8 @@ class BatchStep:
         is_whole = all(isinstance(x, jax.Array) and x.committed and (is_alone or is_global(x)) for x in rows)
         self._check_batch(batch, accumulate, 1 if is_whole else num)
         if not is_alone and not is_whole:
-            form = str(batch_shape(batch))
-            self._cache.num_own_rows[form] = check_own_rows(len(rows[0]), self._cache.num_own_rows.get(form))
+            form = str(checks.batch_shape(batch))
+            self._cache.num_own_rows[form] = checks.check_own_rows(len(rows[0]), self._cache.num_own_rows.get(form))
 
         def put(x: Any) -> jax.Array:
             sharding = batch_sharding(self.mesh, x)
@@ -233,7 +225,7 @@ class BatchStep:
 
     def _check_batch(self, batch: Any, accumulate: int, num_processes: int = 1) -> None:
         shards = num_data_shards(dict(self.layout.mesh_sizes))
-        check_batch(batch, shards=shards, accumulate=accumulate, num_processes=num_processes)
+        checks.check_batch(batch, shards=shards, accumulate=accumulate, num_processes=num_processes)
 
     def mean_gradients(self, state: TrainState, batch: Any) -> MeanGradients:
         """Compute the gradients of the mean loss, inside a `jit`: the sums divided by their weight."""
@@ -314,7 +306,7 @@ class TrainStep(BatchStep):
         Raises:
           ValueError: if the mesh names no platform to lower for, or the batch cannot be split.
         """
-        check_lowers(self.mesh)
+        checks.check_lowers(self.mesh)
         return self.trace(abstract_state, abstract_batch).lower()
 
     def trace(self, abstract_state: TrainState, abstract_batch: Any) -> Any:

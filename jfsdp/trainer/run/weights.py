@@ -10,15 +10,8 @@ from typing import Any
 
 from jfsdp.checkpoint.disk.paths import find_checkpoint
 from jfsdp.checkpoint.disk.reader import CheckpointSource
+from jfsdp.checkpoint.foreign import pretrained
 from jfsdp.checkpoint.foreign.peft_files import open_peft
-from jfsdp.checkpoint.foreign.pretrained import (
-    config_json,
-    fit_job,
-    foreign_source,
-    is_ours,
-    load_pretrained,
-    stated_config,
-)
 from jfsdp.checkpoint.manager import Checkpointer
 from jfsdp.checkpoint.policy import Keep, parse_best
 from jfsdp.train.state import TrainState
@@ -55,7 +48,7 @@ def leaves_out_base(config: TrainConfig) -> bool:
 def find_job(config: TrainConfig) -> Job:
     """Load the job of a run, with the fields of its configuration that its weights and its options ask for."""
     job, path = load_job(config.model, config.factory), weights_path(config)
-    return with_preference(fit_job(job, path, dict(config.model_config)), config.preference, config.beta)
+    return with_preference(pretrained.fit_job(job, path, dict(config.model_config)), config.preference, config.beta)
 
 
 def with_tokenizer(config: TrainConfig, job: Job, stored: Mapping[str, Any]) -> TrainConfig:
@@ -67,7 +60,7 @@ def with_tokenizer(config: TrainConfig, job: Job, stored: Mapping[str, Any]) -> 
     found, path = config.tokenizer or stored.get("config", {}).get("tokenizer"), weights_path(config)
     if found is not None or job.vocab_size is None:
         return dataclasses.replace(config, tokenizer=found)
-    if path and is_ours(path):
+    if path and pretrained.is_ours(path):
         found = CheckpointSource(find_checkpoint(path)).stated("config", "tokenizer")
     elif path and (file := (path if path.is_dir() else path.parent) / "tokenizer.json").is_file():
         found = str(file.parent)
@@ -90,8 +83,9 @@ def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
     """
 
     def open_weights(path: str) -> Any:
-        key = config.init_key if path == config.init_from else None
-        return CheckpointSource(find_checkpoint(path)) if is_ours(path) else foreign_source(path, key)
+        if pretrained.is_ours(path):
+            return CheckpointSource(find_checkpoint(path))
+        return pretrained.foreign_source(path, config.init_key if path == config.init_from else None)
 
     openers = {"init_from": open_weights, "reference": open_weights, "init_adapter": open_peft}
     openers |= {"tokenizer": read_tokenizer, "chat_template": partial(find_template, config.tokenizer or "byte")}
@@ -109,7 +103,7 @@ def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainSta
     how: dict[str, Any] = {"config": job.config, "key": config.init_key, "seed": config.seed}
     path = weights_path(config)
     assert path is not None
-    return load_pretrained(path, model, tx, job.pretrained, **how, adapter=config.init_adapter)
+    return pretrained.load_pretrained(path, model, tx, job.pretrained, **how, adapter=config.init_adapter)
 
 
 def stated_by_weights(config: TrainConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +113,7 @@ def stated_by_weights(config: TrainConfig, stored: Mapping[str, Any]) -> dict[st
       stored: the `config.json` of the run to resume, or empty.
     """
     path = weights_path(config)
-    return stored.get("pretrained") or (stated_config(path) if path else {})
+    return stored.get("pretrained") or (pretrained.stated_config(path) if path else {})
 
 
 def describe_model(job: Job, seq_len: int, theirs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -131,7 +125,7 @@ def describe_model(job: Job, seq_len: int, theirs: Mapping[str, Any]) -> dict[st
     if not (job.pretrained or {}).get("to_config"):
         return None
     try:
-        return config_json(job.pretrained, job.config, seq_len, theirs)
+        return pretrained.config_json(job.pretrained, job.config, seq_len, theirs)
     except ValueError:  # no architecture of theirs computes that
         return None
 
