@@ -8,8 +8,10 @@ its backward is said by `reshard_after_forward` alone, for which a strategy has 
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from pathlib import Path
 
 from jfsdp.arguments import did_you_mean
 from jfsdp.layout.mesh import DATA_AXES, GROUP_AXES, num_data_shards
@@ -154,33 +156,12 @@ class OtherName:
     opt_over: tuple[str, ...] | None = None
 
 
-OTHER_NAMES: dict[str | int, OtherName] = {
-    # PyTorch FSDP1's ShardingStrategy
-    "NO_SHARD": OtherName("ddp"),
-    "FULL_SHARD": OtherName("full_shard", False),
-    "SHARD_GRAD_OP": OtherName("full_shard", False, False),
-    "HYBRID_SHARD": OtherName("full_shard", True),
-    "_HYBRID_SHARD_ZERO2": OtherName("full_shard", True, False),
-    # PyTorch FSDP2: fully_shard on a mesh of one axis or of two, replicate
-    "fully_shard": OtherName("full_shard"),
-    "fsdp": OtherName("full_shard"),
-    "hsdp": OtherName("full_shard", True),
-    "replicate": OtherName("ddp"),
-    # DeepSpeed: stages by number and name, ZeRO++ with a secondary partition
-    0: OtherName("ddp"),
-    1: OtherName("zero1", False),
-    2: OtherName("zero2", False),
-    3: OtherName("full_shard", False),
-    "zero0": OtherName("ddp"),
-    "zero3": OtherName("full_shard", False),
-    "zeropp": OtherName("full_shard", False, NODE),
-    # jfsdp 0.2
-    "shard_grad_op": OtherName("full_shard", False, False),
-    "hybrid_shard": OtherName("full_shard", True),
-    "hybrid_shard_zero2": OtherName("full_shard", True, False),
-    "hfsdp": OtherName("full_shard", True, opt_over=DATA_AXES),
-    "hpz": OtherName("full_shard", False, NODE),
-}
+def _other_name(strategy: str, opt_over: Sequence[str] | None = None, **row: bool | str) -> OtherName:
+    return OtherName(strategy, opt_over=opt_over and tuple(opt_over), **row)  # type: ignore[arg-type]
+
+
+_ROWS = tomllib.loads(Path(__file__).with_name("other_names.toml").read_text(encoding="utf-8"))
+OTHER_NAMES = {int(name) if name.isdigit() else name: _other_name(**row) for name, row in _ROWS.items()}
 
 
 def get_strategy(

@@ -20,10 +20,6 @@ from jfsdp.plan.cluster.hardware import Cluster, Gpu
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
-# The CUDA that a target config names; the features that XLA turns on go by it.
-_RUNTIME_VERSION = (12, 9)
-_CUDNN_VERSION = (9, 10)
-
 # Fields of the target config that older XLAs do not know, with the first jaxlib that does. Seen: 0.10.2 refuses them
 # and 0.12.0 takes them; of 0.11, which lies between, nothing was tried, so there it is the parser that decides.
 FIELDS_SINCE = {"collective_memory_granularity: 2097152": (0, 11)}
@@ -60,41 +56,13 @@ def topology_devices(cluster: Cluster) -> Sequence[Any]:
 def render_target_config(gpu: Gpu, jaxlib_version: tuple[int, ...] | None = None) -> str:
     """Return XLA's description of a GPU, as text, for the installed jaxlib or for another version of it."""
     version = parse_version(installed_version("jaxlib") or "0") if jaxlib_version is None else jaxlib_version
-    major, minor = gpu.capability
     # From Hopper on, XLA compiles for the architecture's own variant (sm_90a), which alone has the newer matmuls.
-    features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
-    links = [f"device_interconnect_info {{ active_links: {gpu.num_links} }}"] if gpu.num_links else []
-    device = [
-        "threads_per_block_limit: 1024",
-        "threads_per_warp: 32",
-        "shared_memory_per_block: 49152",
-        f"shared_memory_per_core: {gpu.shared_memory_per_core}",
-        f"threads_per_core_limit: {gpu.threads_per_core}",
-        f"core_count: {gpu.num_cores}",
-        f"fpus_per_core: {gpu.fpus_per_core}",
-        "block_dim_limit_x: 2147483647",
-        "block_dim_limit_y: 65535",
-        "block_dim_limit_z: 65535",
-        f"memory_bandwidth: {gpu.memory_bandwidth:.0f}",
-        f"l2_cache_size: {gpu.l2_bytes}",
-        f"clock_rate_ghz: {gpu.clock_ghz}",
-        f"device_memory_size: {gpu.memory_bytes}",
-        f"shared_memory_per_block_optin: {gpu.shared_memory_per_block}",
-        f"cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}",
-        "registers_per_core_limit: 65536",
-        "registers_per_block_limit: 65536",
-        *links,
-        *(field for field, since in FIELDS_SINCE.items() if version >= since),
-    ]
-    body = "\n".join(f"  {line}" for line in device)
-    (cuda, cuda_minor), (dnn, dnn_minor) = _RUNTIME_VERSION, _CUDNN_VERSION
-    return (
-        f"gpu_device_info {{\n{body}\n}}\n"
-        'platform_name: "CUDA"\n'
-        f"runtime_version {{ major: {cuda} minor: {cuda_minor} }}\n"
-        f"dnn_version_info {{ major: {dnn} minor: {dnn_minor} }}\n"
-        f'device_description_str: "{gpu.full_name}"\n'
-    )
+    features = "ACCELERATED_FEATURES" if gpu.capability >= (9, 0) else "NONE"
+    optional = [f"device_interconnect_info {{ active_links: {gpu.num_links} }}"] if gpu.num_links else []
+    optional += [field for field, since in FIELDS_SINCE.items() if version >= since]
+    # The text names a CUDA too: the features that XLA turns on go by it.
+    template = Path(__file__).with_name("target.textproto").read_text(encoding="utf-8")
+    return template.format(gpu=gpu, features=features, optional="".join(f"  {field}\n" for field in optional))
 
 
 def require_gpu_compiler(version: Callable[[str], str | None] | None = None) -> None:
