@@ -1,4 +1,6 @@
-"""Write the tables of docs/options.md from the fields of `TrainConfig`: `python docs/make_options.py`.
+"""Write the tables of docs/options.md: `python docs/make_options.py`.
+
+They are made of the fields of `TrainConfig`, and the column Python of options_in_python.toml.
 
 A table is what is between its heading line (`| option |`, `| another value of |`) and the next empty line; the rest of
 the page is written manually.
@@ -7,6 +9,7 @@ the page is written manually.
 import dataclasses
 import pathlib
 import re
+import tomllib
 
 from jfsdp.trainer.help_groups import groups_of, help_of
 from jfsdp.trainer.parse import write
@@ -16,6 +19,7 @@ from jfsdp.trainer.run.resume_rules import RULES, options_of
 PAGE = pathlib.Path(__file__).with_name("options.md")
 FIELDS = {field.name: field for field in dataclasses.fields(TrainConfig)}
 HELP = help_of(TrainConfig)
+PYTHON = tomllib.loads(PAGE.with_name("options_in_python.toml").read_text(encoding="utf-8"))
 
 
 def render(page: str) -> str:
@@ -52,8 +56,7 @@ def _left_out(rule: str) -> str:
 
 
 def _python(name: str) -> str:
-    python = FIELDS[name].metadata["python"]
-    return f"{python} " if python else ""
+    return f"{PYTHON[name]} " if name in PYTHON else ""
 
 
 def _spell(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Metadata of an option's field besides its type: group, rule on resume, least value, name in Python.
+"""Metadata of an option's field besides its type: group, rule on resume, least value, reader of its text.
 
 `--help` and docs/options.md show options by these groups. In Python they stay one flat dataclass per command.
 """
@@ -28,9 +28,7 @@ GROUPS = (
 SHOWN = {"True": "on", "False": "off", "": "-", "''": "-"}
 
 
-def option(
-    default: Any, group: str = "", resume: str = "", *, least: float | None = None, read: Read = None, python: str = ""
-) -> Any:
+def option(default: Any, group: str = "", resume: str = "", *, least: float | None = None, read: Read = None) -> Any:
     """Make a field of options.
 
     Args:
@@ -38,9 +36,8 @@ def option(
       resume: what a resumed run does with another value; see jfsdp/trainer/run/resume_rules.py.
       least: the least number that it takes; see `Options`.
       read: makes a text its value; see `read_fields`.
-      python: what does the same in Python, in Markdown.
     """
-    metadata = {"group": group, "resume": resume, "least": least, "read": read, "python": python}
+    metadata = {"group": group, "resume": resume, "least": least, "read": read}
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -82,38 +82,36 @@ Fields = tuple[Annotated[tuple[str, Any], text("KEY=VALUE", lambda pair: parse.w
 class ShardingOptions(Options):
     """Which model, and how it is sharded and stepped: the arguments of `fully_shard` and `train_step`, as text."""
 
-    model: Name = option(None, "most used", "refused", python="`shard(model)`")
+    model: Name = option(None, "most used", "refused")
     """A model by name, such as llama-8b; `jfsdp models` lists them."""
-    factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = option(
-        None, "model", "refused", python="`jfsdp.trainer.Job`"
-    )
+    factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = option(None, "model", "refused")
     """Instead of --model: a function that returns a jfsdp.trainer.Job or a dict of its fields. It is imported from the
     working directory or from what is installed."""
-    model_config: Fields = option((), "model", "refused", read=read_config, python="the model's configuration")
+    model_config: Fields = option((), "model", "refused", read=read_config)
     """Fields of the model's configuration: --model-config num_layers=2 stacked=false."""
 
-    mesh: Mesh = option((("fsdp", -1),), "most used", "rounding", read=parse.read_mesh, python="`shard(mesh=)`")
+    mesh: Mesh = option((("fsdp", -1),), "most used", "rounding", read=parse.read_mesh)
     """How many devices each axis has: pipe, replica, fsdp, tensor. -1 takes the rest.
     fsdp shards what --strategy says. replica replicates it: replica=-1,fsdp=8 shards over groups of 8 devices. tensor
     cuts the weights that the model says, and what it computes with them. pipe cuts the layers into stages."""
     strategy: Annotated[str | int, text("NAME|0..3")] = option(
-        "full_shard", "most used", "rounding", read=parse.read_strategy, python="`shard(strategy=)`"
+        "full_shard", "most used", "rounding", read=parse.read_strategy
     )
     """What is sharded: ddp, zero1, zero2 or full_shard.
     Also a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
     opt_over: Annotated[tuple[str, ...] | None, optional(str, "AXIS,...")] = option(
-        None, "sharding and memory", "rounding", read=words(), python="`shard(opt_over=)`"
+        None, "sharding and memory", "rounding", read=words()
     )
     """The axes that split optimizer states, and gradients where the strategy splits them. replica,fsdp: over all
     devices, also where parameters are sharded in groups. none: fsdp."""
     reshard_after_forward: Annotated[bool | int | str | None, text("true|false|node|N|none")] = option(
-        None, "sharding and memory", "rounding", read=parse.read_reshard, python="`shard(reshard_after_forward=)`"
+        None, "sharding and memory", "rounding", read=parse.read_reshard
     )
     """What becomes of a unit's gathered parameters after its forward. true: freed. false: kept until its backward.
     N: kept split N ways over neighbouring devices, so that the second gather is cheap. node: over those of a host.
     none: true, but for the root unit."""
     remat: Annotated[str | Pairs, text("none|full|dots|names:A,B+offload:C")] = option(
-        "full", "sharding and memory", "rounding", read=parse.read_remat, python="`shard(remat=)`"
+        "full", "sharding and memory", "rounding", read=parse.read_remat
     )
     """What a unit's backward recomputes. none: nothing. full: everything. dots: all but matrix products and cuDNN's
     attention. names:A,B: all but the values that the model named so (jax.ad_checkpoint.checkpoint_name).
@@ -123,86 +121,65 @@ class ShardingOptions(Options):
         "sharding and memory",
         "rounding",
         read=words("params", "grads", "opt_state", remedy=" (activations: --remat offload:NAME)"),
-        python="`shard(offload_policy=)`",
     )
     """What waits in the host's pinned memory while unused: params, grads, opt_state; several with commas."""
-    program: Annotated[str | None, optional(str, "xla|manual")] = option(
-        None, "sharding and memory", "rounding", python="`step(program=)`"
-    )
+    program: Annotated[str | None, optional(str, "xla|manual")] = option(None, "sharding and memory", "rounding")
     """xla: XLA inserts the collectives. manual: jfsdp does, and --prefetch orders them. none: manual for a loss that
     is a sum with its weight, as those of the models here, and xla for a mean."""
-    prefetch: Number = option(None, "sharding and memory", "rounding", python="`step(prefetch=)`")
+    prefetch: Number = option(None, "sharding and memory", "rounding")
     """For manual: gather the weights of N units ahead of the compute, forward and backward. none: 1."""
     storage: Annotated[str, tyro.conf.arg(metavar="per_parameter|flat")] = option(
-        "per_parameter", "sharding and memory", "rounding", python="`shard(storage=)`"
+        "per_parameter", "sharding and memory", "rounding"
     )
     """per_parameter: each parameter moves by itself. flat (for manual): the parameters of a unit move as one array."""
-    min_size: Number = option(None, "sharding and memory", "rounding", python="`jfsdp.placements(min_size=)`")
+    min_size: Number = option(None, "sharding and memory", "rounding")
     """Parameters with fewer elements per layer are replicated, and never offloaded. none: 1024; flat storage: 0."""
 
-    param_dtype: Dtype = option("bfloat16", "precision", "refused", python="`mp(param_dtype=)`")
+    param_dtype: Dtype = option("bfloat16", "precision", "refused")
     """Dtype of the parameters in compute and all-gather: bfloat16, float32, float16, or none (as they are stored).
     float16 (on GPUs only, for the models here) scales the loss dynamically."""
-    reduce_dtype: Dtype = option(None, "precision", "refused", python="`mp(reduce_dtype=)`")
+    reduce_dtype: Dtype = option(None, "precision", "refused")
     """Dtype of the gradients in their reduction; another than --param-dtype needs manual. none: --param-dtype."""
     frozen: Annotated[Words, tyro.conf.arg(metavar="GLOB,...")] = option(
-        (), "frozen weights and adapters", "refused", read=words(), python="`shard(frozen=)`"
+        (), "frozen weights and adapters", "refused", read=words()
     )
     """Parameters that are not trained, by path or glob, such as embed or 'layers.attn.*'; several with commas.
     They have no gradient and no optimizer state."""
-    frozen_dtype: Dtype = option(
-        None, "frozen weights and adapters", "refused", python="`MixedPrecisionPolicy(frozen_dtype=)`"
-    )
+    frozen_dtype: Dtype = option(None, "frozen weights and adapters", "refused")
     """Dtype at rest of parameters that are not trained, such as bfloat16. none: as the model makes them."""
     quantized: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=CODEC")] = option(
-        (),
-        "frozen weights and adapters",
-        "refused",
-        read=pairs("GLOB=CODEC, such as '**.mlp.*.kernel=nf4'"),
-        python="`jfsdp.quantize`",
+        (), "frozen weights and adapters", "refused", read=pairs("GLOB=CODEC, such as '**.mlp.*.kernel=nf4'")
     )
     """Keep and gather frozen matrices in 8 or 4 bits: --quantized **.mlp.*.kernel=nf4. nf4, int4 or int8; may be
     repeated."""
     lora: Annotated[tuple[Annotated[Pairs, text("KEY=VALUE,...")], ...], tyro.conf.UseAppendAction] = option(
-        (), "frozen weights and adapters", "refused", read=parse.read_lora, python="`jfsdp.lora`"
+        (), "frozen weights and adapters", "refused", read=parse.read_lora
     )
     """Train low-rank adapters and freeze the rest: --lora rank=16,alpha=32,targets=**.q_proj.kernel,**.v_proj.kernel.
     Also dropout=0.05, rslora=true, dora=true, also=GLOB,... (parameters trained as they are). Several: for different
     targets."""
 
-    accumulate: Count = option(1, "gradient accumulation", "said", least=1, python="`step(accumulate=)`")
+    accumulate: Count = option(1, "gradient accumulation", "said", least=1)
     """Microbatches per step; must divide --batch-per-device."""
-    sync: Annotated[str | None, optional(str, "every|last")] = option(
-        None, "gradient accumulation", "rounding", python="`step(sync=)`"
-    )
+    sync: Annotated[str | None, optional(str, "every|last")] = option(None, "gradient accumulation", "rounding")
     """every: reduce gradients after each microbatch. last: after the last; whole gradients are kept until then.
     last needs manual. none: the strategy's."""
-    reshard_after_backward: bool = option(
-        True, "gradient accumulation", "rounding", python="`step(reshard_after_backward=)`"
-    )
+    reshard_after_backward: bool = option(True, "gradient accumulation", "rounding")
     """on: free gathered parameters after each microbatch. off: gather them once per step, and keep them."""
     pipe_schedule: Annotated[str, tyro.conf.arg(metavar="1f1b|gpipe")] = option(
-        "1f1b", "gradient accumulation", "rounding", python="`step(pipe_schedule=)`"
+        "1f1b", "gradient accumulation", "rounding"
     )
     """Of a pipeline (--mesh pipe=P): the order in which its stages compute the microbatches of --accumulate.
     1f1b: at most 2P-1 of them wait for their backward. gpipe: all do."""
-    pipe_repeats: Count = option(1, "gradient accumulation", "rounding", least=1, python="`step(pipe_repeats=)`")
+    pipe_repeats: Count = option(1, "gradient accumulation", "rounding", least=1)
     """Of a pipeline: into how many parts the layers of a stage fall. N parts make the bubble N times smaller."""
-    opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = option(
-        None, "precision", "refused", python="`jfsdp.optim.low_precision_state`"
-    )
+    opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = option(None, "precision", "refused")
     """bfloat16: moments of the optimizer in half the bytes, rounded stochastically. none: as they come."""
-    ema: Annotated[float | None, optional(float, "DECAY")] = option(
-        None, "optimizer", "refused", python="`jfsdp.optim.track_ema`"
-    )
+    ema: Annotated[float | None, optional(float, "DECAY")] = option(None, "optimizer", "refused")
     """Keep moving averages of the parameters; evaluation and sample then use them. 0.999: over about 1000 steps."""
 
     rate_scale: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=X")] = option(
-        (),
-        "optimizer",
-        "refused",
-        read=pairs("GLOB=X with a number X from 0 on, such as embed=0.1", parse.read_factor),
-        python="`optax.multi_transform`",
+        (), "optimizer", "refused", read=pairs("GLOB=X with a number X from 0 on, such as embed=0.1", parse.read_factor)
     )
     """Multiply the learning rate of some parameters: --rate-scale embed=0.1. May be repeated; the last that fits
     holds."""
@@ -212,29 +189,28 @@ class ShardingOptions(Options):
 class StepOptions(ShardingOptions):
     """All that decides the program of a training step."""
 
-    batch_per_device: Count = option(1, "most used", "refused", least=1, python="rows of the batch")
+    batch_per_device: Count = option(1, "most used", "refused", least=1)
     """Rows per step for each of the replica x fsdp data shards."""
-    seq_len: Number = option(None, "most used", "refused", least=1, python="shape of the batch")
+    seq_len: Number = option(None, "most used", "refused", least=1)
     """Tokens per sequence. none: the model's."""
-    cross_documents: bool = option(False, "data", "refused", python="your loader")
+    cross_documents: bool = option(False, "data", "refused")
     """Let attention and positions cross documents in a row."""
     preference: Annotated[str | None, optional(str, "dpo|dpo_norm|ipo|ipo_norm")] = option(
-        None, "preferences", "refused", python="`jfsdp.trainer.preference_loss(kind=)`"
+        None, "preferences", "refused"
     )
     """Train on choices between two answers, by direct preference optimization or a kin of it. _norm: per token of an
     answer, so that its length does not count. Rows are pairs then. none: on tokens."""
-    beta: Real = option(0.1, "preferences", "refused", python="`jfsdp.trainer.preference_loss(beta=)`")
+    beta: Real = option(0.1, "preferences", "refused")
     """With --preference: larger stays closer to the reference."""
-    max_grad_norm: Decimal = option(1.0, "optimizer", "said, kept", python="`step(max_grad_norm=)`")
+    max_grad_norm: Decimal = option(1.0, "optimizer", "said, kept")
     """Clip gradients to this global norm. none: do not clip."""
-    skip_nonfinite: bool = option(False, "optimizer", "said, kept", python="`step(skip_nonfinite=)`")
+    skip_nonfinite: bool = option(False, "optimizer", "said, kept")
     """Skip steps whose loss or gradient is not finite, and count them."""
     xla: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = option(
         (),
         "XLA and debugging",
         "rounding",
         read=pairs("NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true", parse.read_xla_value),
-        python="`step(compiler_options=)`",
     )
     """An option of XLA's compiler, over those that jfsdp sets; NAME=none removes one. May be repeated.
     `jfsdp plan` prints what is used."""
