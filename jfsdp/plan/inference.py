@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from jfsdp.plan.hlo.parse import parse_module
 from jfsdp.plan.jobs import find_planned_job, mesh_sizes
 from jfsdp.plan.memory.peak import RESERVE_BYTES, breakdown
 from jfsdp.plan.time.timeline import Rates, simulate
+from jfsdp.train.state import array_bytes
 from jfsdp.trainer.generate import Generator
 from jfsdp.trainer.options import ShardingOptions, shard_job
 
@@ -141,13 +141,9 @@ def plan_inference(
         layout=model.layout,
         rows=rows,
         length=length,
-        weight_bytes=sum(_bytes_of_device(x) for x in jax.tree.leaves(state.source)),
-        cache_bytes=sum(_bytes_of_device(x) for x in jax.tree.leaves(cache)),
+        weight_bytes=sum(map(array_bytes, jax.tree.leaves(state.source))),
+        cache_bytes=sum(map(array_bytes, jax.tree.leaves(cache))),
         prompts=compiled(length),
         token=compiled(1),
         reserve_bytes=reserve_bytes,
     )
-
-
-def _bytes_of_device(shape: Any) -> int:
-    return math.prod(shape.sharding.shard_shape(shape.shape)) * shape.dtype.itemsize

@@ -234,20 +234,11 @@ class Plan:
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data: bytes per device, seconds per step."""
         ledger, spec = self.ledger.to_dict(), self.spec
-        names = (
-            "fits",
-            "needed_bytes",
-            "limit_bytes",
-            "reserve_bytes",
-            "step_s",
-            "step_range_s",
-            "mfu",
-            "mfu_causal",
-            "bound_by",
-        )
+        of_memory = ("fits", "needed_bytes", "limit_bytes", "reserve_bytes")
+        of_time = ("step_s", "step_range_s", "mfu", "mfu_causal", "bound_by")
         of_clock = ("overlapped_share", "exposed_s", "wire_s", "compute_s", "critical")
         return {
-            **{name: getattr(self, name) for name in names},
+            **{name: getattr(self, name) for name in (*of_memory, *of_time)},
             **{name: getattr(self.timeline, name) for name in of_clock},
             "cluster": self.cluster.to_dict(),
             "strategy": self.layout.strategy.name,

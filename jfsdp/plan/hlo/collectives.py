@@ -81,10 +81,6 @@ class Collective:
         """The whole value, as it stands after the gather or before the reduction."""
         return sum(part.num_bytes for part in self.parts)
 
-    @property
-    def is_async(self) -> bool:
-        return self.start != self.done
-
 
 def find_collectives(module: Module, num_devices: int, mesh_sizes: Mapping[str, int] | None = None) -> list[Collective]:
     """List the collectives that a step executes, in the order of the text's execution, loops multiplied out.

@@ -174,16 +174,9 @@ def _point(figure: Any, top: Any, step: Panel, axes: Any, panel: Panel) -> None:
     boxes = [event for event in step.events if event.name == panel.computation]
     if boxes:
         box = max(boxes, key=_seconds)
-        arrow = load("matplotlib.patches").ConnectionPatch(
-            ((box.begin_s + box.end_s) * 500, top.get_ylim()[1] - 0.95),
-            (0.5, 1.5),
-            coordsA="data",
-            coordsB="axes fraction",
-            axesA=top,
-            axesB=axes,
-            arrowstyle="-|>",
-            color="dimgray",
-        )
+        begin, end = ((box.begin_s + box.end_s) * 500, top.get_ylim()[1] - 0.95), (0.5, 1.5)
+        how = {"coordsA": "data", "coordsB": "axes fraction", "axesA": top, "axesB": axes}
+        arrow = load("matplotlib.patches").ConnectionPatch(begin, end, **how, arrowstyle="-|>", color="dimgray")
         figure.add_artist(arrow)
 
 

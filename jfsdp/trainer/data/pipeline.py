@@ -268,17 +268,12 @@ def _to_batch(given: Batch, *, cross_documents: bool, rows: slice = slice(None))
 def _describe(data: TokenData, split: str, global_batch: int) -> dict[str, Any]:
     """Return all that the order and content of the batches depend on."""
     config = data.config
+    names = ("seq_len", "max_document_bytes", "cross_documents", "eval_fraction", "split_seed", "seed", "shuffle_rows")
     return {
         "split": split,
         "data": data.digest,
         "tokenizer": data.encoding,
-        "seq_len": config.seq_len,
-        "max_document_bytes": config.max_document_bytes,
-        "cross_documents": config.cross_documents,
-        "eval_fraction": config.eval_fraction,
-        "split_seed": config.split_seed,
-        "seed": config.seed,
-        "shuffle_rows": config.shuffle_rows,
+        **{name: getattr(config, name) for name in names},
         "documents_per_row": None if config.cross_documents else config.documents_per_row,
         "global_batch": global_batch,
         **({} if len(data.weights) == 1 else {"weights": list(data.weights)}),
