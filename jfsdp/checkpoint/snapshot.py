@@ -27,7 +27,7 @@ import numpy as np
 
 from jfsdp.arguments import PathLike, Size, checked
 from jfsdp.checkpoint.disk.files import DamagedError
-from jfsdp.checkpoint.disk.logical_arrays import Stored, block_bytes, choose_writers, contents, logical_arrays
+from jfsdp.checkpoint.disk.logical_arrays import Stored, choose_writers, contents, logical_arrays
 from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.pieces import Pieces, copy_pieces
 from jfsdp.checkpoint.disk.processes import in_all, together
@@ -37,7 +37,7 @@ from jfsdp.checkpoint.to_devices import own_blocks
 from jfsdp.compat import warn
 from jfsdp.launch.environment import SNAPSHOTS, memory_dir
 from jfsdp.launch.hosts import gather_json, hosts, wait_for_all
-from jfsdp.train.state import TrainState
+from jfsdp.train.state import TrainState, array_bytes
 
 _DIGEST = 32  # bytes of a SHA-256
 
@@ -81,7 +81,7 @@ class Snapshots:
             self._make()
             arrays = contents(like)
             writers = choose_writers(arrays, _host_devices(arrays))
-            needed = 2 * sum(block_bytes(x) * len(devices) for x, devices in zip(arrays, writers, strict=True))
+            needed = 2 * sum(array_bytes(x.value) * len(devices) for x, devices in zip(arrays, writers, strict=True))
             there = sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
             free = shutil.disk_usage(self.directory).free + there
             if needed > free:

@@ -39,12 +39,7 @@ def leaf_to_dict(layout: Layout, leaf: Leaf) -> dict[str, Any]:
     return {
         "path": leaf.path,
         "shape": list(leaf.shape),
-        "dtype": leaf.dtype,
-        "unit": leaf.unit,
-        "stacked": leaf.stacked,
-        "trainable": leaf.trainable,
-        "dim": leaf.dim,
-        "padding": leaf.padding,
+        **{name: getattr(leaf, name) for name in ("dtype", "unit", "stacked", "trainable", "dim", "padding")},
         "cuts": [dataclasses.asdict(cut) for cut in leaf.cuts],
         "reason": reason(layout, leaf),
         "stages": {name: _stage_to_dict(leaf, name, stage) for name, stage in leaf.stages},

@@ -55,14 +55,21 @@ class StateBytes:
         return self.host_params + self.host_work + self.host_opt
 
 
-_PARTS = ("params", "work", "opt", "counters", "model_state", "host_params", "host_work", "host_opt")
+_PARTS, _HOST_PARTS = ("params", "work", "opt", "counters", "model_state"), ("host_params", "host_work", "host_opt")
+_NAMES = {
+    "total": "state",
+    "params": "param",
+    "counters": "counter",
+    "host_total": "host",
+    "host_params": "host_param",
+}
 _KINDS = {"opt_state": "opt", "step": "counters", "num_skipped": "counters", "loss_scale": "counters"}
 
 
 def account(state: TrainState) -> StateBytes:
     """Count a state, or `model.abstract_state(tx)`."""
     layout, memories = state.layout, jax.tree.leaves(state_memories(state))
-    count: dict[str, int] = dict.fromkeys((*_PARTS, "padding", "replicated", "checkpoint"), 0)
+    count: dict[str, int] = dict.fromkeys((*_PARTS, *_HOST_PARTS, "padding", "replicated", "checkpoint"), 0)
     by_leaf = {memory: {leaf.path: 0 for leaf in layout.leaves} for memory in (DEVICE, HOST)}
     roles = iter(state.roles.arrays)
     arrays = jax.tree_util.tree_leaves_with_path(state)
@@ -101,20 +108,10 @@ def explain_to_dict(state: TrainState) -> dict[str, Any]:
         row["param_bytes_per_device"] = row["bytes_per_device"]
         row["bytes_per_device"] = count.by_leaf[row["path"]]
         row["host_bytes_per_device"] = count.host_by_leaf[row["path"]]
+    counts = ("total", *_PARTS, "host_total", *_HOST_PARTS, "padding", "replicated")
     return {
         **{key: value for key, value in table.items() if key != "leaves"},
-        "state_bytes_per_device": count.total,
-        "param_bytes_per_device": count.params,
-        "work_bytes_per_device": count.work,
-        "opt_bytes_per_device": count.opt,
-        "counter_bytes_per_device": count.counters,
-        "model_state_bytes_per_device": count.model_state,
-        "host_bytes_per_device": count.host_total,
-        "host_param_bytes_per_device": count.host_params,
-        "host_work_bytes_per_device": count.host_work,
-        "host_opt_bytes_per_device": count.host_opt,
-        "padding_bytes_per_device": count.padding,
-        "replicated_bytes_per_device": count.replicated,
+        **{f"{_NAMES.get(name, name)}_bytes_per_device": getattr(count, name) for name in counts},
         "warnings": advise(state.layout),
         "leaves": table["leaves"],
     }

@@ -106,7 +106,7 @@ def test_what_takes_long_is_not_given_up(tmp_path, monkeypatch):
 
 def test_no_more_than_some_pieces_are_held_at_once(tmp_path, monkeypatch):
     """Python's share of what the bound states; TensorStore's own is measured by scripts/checkpoint_bench.py."""
-    monkeypatch.setattr("jfsdp.checkpoint.convert.cell_of", lambda block, itemsize, **how: (1, *block[1:]))
+    monkeypatch.setattr("jfsdp.checkpoint.source.cell_of", lambda block, itemsize, **how: (1, *block[1:]))
     path = write(tmp_path / "a", {"params.layers.w": np.zeros((64, 1 << 18), np.float32)})
     tracemalloc.start()
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Collection
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from jfsdp.checkpoint.source import Index
 from jfsdp.layout.precision import is_key
-from jfsdp.train.state import TrainState
+from jfsdp.train.state import TrainState, array_bytes
 from jfsdp.train.update.roles import dotted
 
 
@@ -121,7 +120,7 @@ def choose_writers(arrays: list[Stored], devices: Collection[Any] | None = None)
     """
     load = collections.Counter[Any]()
     found: list[list[Any]] = [[] for _ in arrays]
-    for place in sorted(range(len(arrays)), key=lambda place: -block_bytes(arrays[place])):
+    for place in sorted(range(len(arrays)), key=lambda place: -array_bytes(arrays[place].value)):
         copies: dict[tuple[Any, ...], list[Any]] = {}
         value = arrays[place].value
         for device, index in value.sharding.devices_indices_map(tuple(value.shape)).items():
@@ -129,11 +128,6 @@ def choose_writers(arrays: list[Stored], devices: Collection[Any] | None = None)
                 copies.setdefault(tuple((part.start, part.stop) for part in index), []).append(device)
         for holders in copies.values():
             writer = min(holders, key=load.__getitem__)
-            load[writer] += block_bytes(arrays[place])
+            load[writer] += array_bytes(value)
             found[place].append(writer)
     return found
-
-
-def block_bytes(stored: Stored) -> int:
-    """Return the bytes of what one device holds of an array."""
-    return math.prod(stored.value.sharding.shard_shape(tuple(stored.value.shape))) * stored.value.dtype.itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -57,18 +58,9 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
     for leaf, (kind, *_) in found.items():
         dims = all_dims[leaf]
         groups.setdefault(kind, {})[leaf] = next(len(group) for group in dims.theirs if dims.ours[0] in group)
-    return [
-        LoRA(
-            targets=targets,
-            rank=rank,
-            alpha=alpha,
-            dropout=float(adapter.options.get("lora_dropout") or 0),
-            rslora=adapter.is_rslora,
-            dora=adapter.is_dora,
-            also=sorted(also) if also and place == 0 else None,
-        )
-        for place, ((rank, alpha), targets) in enumerate(groups.items())
-    ]
+    dropout, kind = float(adapter.options.get("lora_dropout") or 0), (adapter.is_rslora, adapter.is_dora)
+    loras = [LoRA(targets, rank, alpha, dropout, *kind) for (rank, alpha), targets in groups.items()]
+    return [dataclasses.replace(one, also=sorted(also) or None) for one in loras[:1]] + loras[1:]
 
 
 def _whole_leaves(adapter: PeftAdapter, names: NameMap, pieces: Mapping[str, mapping.Piece]) -> list[str]:

@@ -24,19 +24,8 @@ from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import PlanUnavailable
 from jfsdp.plan.jobs import bound_job, plan_job
 from jfsdp.plan.memory.peak import RESERVE_BYTES
-from jfsdp.plan.search.space import (
-    SearchSpace,
-    batches,
-    changes,
-    leaner,
-    placements,
-    programs,
-    recipe_of,
-    remats,
-    tensors,
-    value_names,
-    xla_choices,
-)
+from jfsdp.plan.search import space as spaces
+from jfsdp.plan.search.space import SearchSpace
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.parse import write
 
@@ -179,7 +168,7 @@ class Search:
         """Return the best as fields of `TrainConfig`: the model, and what differs from the defaults; {}: none fits."""
         if self.best is None:
             return {}
-        return recipe_of(self.best.options, self.base)
+        return spaces.recipe_of(self.best.options, self.base)
 
 
 def rank(one: Candidate) -> tuple[float, int]:
@@ -238,20 +227,20 @@ def search_job(
 def _run_stages(tries: _Tries, space: SearchSpace) -> None:
     given, cluster = tries.default, tries.cluster
     _place(tries, given, space)
-    names = value_names(given, cluster) if space.remats is None else ()
+    names = spaces.value_names(given, cluster) if space.remats is None else ()
     for one in [] if tries.fitting() else tries.best(1):
-        for lean in leaner(one):
+        for lean in spaces.leaner(one):
             if not tries.fitting():
                 tries.try_all([lean])
     before, is_first = math.inf, True
     while tries.least_item_s() < before and not tries.is_cut:
         before = tries.least_item_s()
         for one in tries.best(1):
-            tries.try_all(remats(one, space, names))
+            tries.try_all(spaces.remats(one, space, names))
         # Else a remat that wins with one row would hide another that has room for many.
         roomy = tries.leanest() if is_first else []
         for one in dict.fromkeys(tries.best(space.beam) + roomy):
-            for ladder in batches(one, given, space):
+            for ladder in spaces.batches(one, given, space):
                 tries.climb(ladder)
         for one in tries.best(1):
             _place(tries, one, space)
@@ -259,8 +248,8 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
     if not tries.fitting():
         return
     for one in tries.best(1):
-        tries.try_all(programs(one, space))
-    for choices in xla_choices(tries.best(1)[0], cluster) if space.xla is None else space.xla:
+        tries.try_all(spaces.programs(one, space))
+    for choices in spaces.xla_choices(tries.best(1)[0], cluster) if space.xla is None else space.xla:
         for one in tries.best(1):
             tries.try_all(
                 dataclasses.replace(one, xla=tuple((dict(one.xla) | dict(pairs)).items())) for pairs in choices
@@ -268,28 +257,25 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
 
 
 def _place(tries: _Tries, one: StepOptions, space: SearchSpace) -> None:
-    tries.try_all(placements(one, tries.cluster, space))
+    tries.try_all(spaces.placements(one, tries.cluster, space))
     for best in tries.best(1):
-        tries.try_all(tensors(best, tries.default, tries.cluster, space))
+        tries.try_all(spaces.tensors(best, tries.default, tries.cluster, space))
 
 
+@dataclasses.dataclass
 class _Tries:
     """What was tried so far, and for how long."""
 
-    def __init__(
-        self,
-        default: StepOptions,
-        cluster: Cluster,
-        limit_bytes: int,
-        budget_s: float,
-        plan: Callable[[StepOptions], Any],
-        say: Callable[[str], None],
-    ):
-        self.default, self.cluster, self.limit_bytes, self.budget_s = default, cluster, limit_bytes, budget_s
-        self.plan, self.say = plan, say
-        self.found: dict[StepOptions, Candidate] = {}
-        self.is_cut, self.longest_s = False, 0.0
-        self.begin_s = time.perf_counter()
+    default: StepOptions
+    cluster: Cluster
+    limit_bytes: int
+    budget_s: float
+    plan: Callable[[StepOptions], Any]
+    say: Callable[[str], None]
+    found: dict[StepOptions, Candidate] = dataclasses.field(default_factory=dict)
+    is_cut: bool = False
+    longest_s: float = 0.0
+    begin_s: float = dataclasses.field(default_factory=time.perf_counter)
 
     @property
     def elapsed_s(self) -> float:
@@ -350,11 +336,11 @@ class _Tries:
         return self.plan_one(options)
 
     def _skip(self, options: StepOptions, outcome: Outcome, reason: str) -> None:
-        self._record(Candidate(options, changes(options, self.default), outcome, reason))
+        self._record(Candidate(options, spaces.changes(options, self.default), outcome, reason))
 
     def plan_one(self, options: StepOptions) -> None:
         """Compile a candidate and note what becomes of it."""
-        one = Candidate(options, changes(options, self.default), Outcome.PLANNED)
+        one = Candidate(options, spaces.changes(options, self.default), Outcome.PLANNED)
         begin_s = time.perf_counter()
         self.say(f"compiling {one.label}")
         try:

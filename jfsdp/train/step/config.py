@@ -74,9 +74,8 @@ class StepConfig:
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> StepConfig:
         """Make one of a function's arguments by name: of those that are its attributes."""
-        return cls(
-            **{field.name: arguments[field.name] for field in dataclasses.fields(cls) if field.name in arguments}
-        )
+        names = [field.name for field in dataclasses.fields(cls) if field.name in arguments]
+        return cls(**{name: arguments[name] for name in names})
 
     def gathered_units(self, layout: Layout) -> tuple[str, ...]:
         """Return the units that stay gathered over all microbatches.

@@ -90,22 +90,16 @@ def survey(
             no_sum = "the weight of the loss depends on no row, and may count once for each device"
         else:
             few = first_rows(rows, max(num_shards, 2))
-            if (
-                all(x.size for x in jax.tree.leaves(few))
-                and weight == _Trace(apply, loss_fn, source, model_state, few).weight()
-            ):
+            has_rows = all(x.size for x in jax.tree.leaves(few))
+            if has_rows and weight == _Trace(apply, loss_fn, source, model_state, few).weight():
                 raise ValueError(
                     f"loss_fn: the weight of the loss is {weight:g} for any number of rows; count the rows at hand, or "
                     "return the mean over them: return mean, aux"
                 )
     root = {path for path in layout.unit(ROOT).leaves if layout.by_path[path].trainable}
-    readers, own_derivatives = (
-        dict(zip(trace.traced.names, counts, strict=True))
-        for counts in (
-            dataflow.num_readers(jaxpr),
-            dataflow.num_readers(jaxpr, dataflow.has_own_derivative, but=UNIT_CALL),
-        )
-    )
+    derived = dataflow.num_readers(jaxpr, dataflow.has_own_derivative, but=UNIT_CALL)
+    own_derivatives = dict(zip(trace.traced.names, derived, strict=True))
+    readers = dict(zip(trace.traced.names, dataflow.num_readers(jaxpr), strict=True))
     num_sums = {path: 1 for path, num in own_derivatives.items() if num and path in root}
     num_sums |= {path: num for path, num in readers.items() if num > 1 and path in root}
     own = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))

@@ -87,10 +87,7 @@ def lend_host_params(state: TrainState) -> tuple[TrainState, dict[str, dict[str,
         return {path: x for path, x in values.items() if state.layout.by_path[path].stage(stage).memory == HOST}
 
     lent = {"params": on_host(state.params, "param"), "work": on_host(state.work, "work")}
-    kept = {
-        name: {path: x for path, x in getattr(state, name).items() if path not in lent[name]}
-        for name in ("params", "work")
-    }
+    kept = {name: {path: x for path, x in getattr(state, name).items() if path not in lent[name]} for name in lent}
     return dataclasses.replace(state, **kept), lent
 
 

@@ -70,10 +70,8 @@ class TokenSource:
     def describe(self, theirs: Mapping[str, Any]) -> str:
         """Describe the data in a line, and where they contradict `theirs`, the `config.json` of the first weights."""
         tokenizer, end = self.data.tokenizer, theirs.get("eos_token_id")
-        line, length = (
-            f"{self.config.data!r}: {self.data.found}{self._padding()}",
-            theirs.get("max_position_embeddings"),
-        )
+        line = f"{self.config.data!r}: {self.data.found}{self._padding()}"
+        length = theirs.get("max_position_embeddings")
         if tokenizer:
             line += f"; tokenizer {self.config.tokenizer}"
         if length and self.seq_len > length:
