@@ -203,8 +203,8 @@ WRONG_VALUES = {
     "loss_fn is called as f(model, batch), and takes": lambda: MODEL.train_step(lambda model: 0.0, ADAM),
     "the step: the state holds shapes only": lambda: MODEL.to_flax(MODEL.abstract_state(ADAM)),
     "forward: donate[0]=-1 must be a whole number, at least 0": lambda: MODEL.forward(max, donate=[-1]),
-    "donate=[0, 5]: [5] is no input": lambda: evaluated(donate=[0, 5]),
-    "donate=[0, 0]: [0] is no input or is named twice": lambda: evaluated(donate=[0, 0]),
+    "donate=[0, 5]: [5] is not an input": lambda: evaluated(donate=[0, 5]),
+    "donate=[0, 0]: [0] is not an input, or is repeated": lambda: evaluated(donate=[0, 0]),
     "init_from: params are not the leaves of this model:\n  missing: bias": lambda: MODEL.init_from(ADAM, {}),
     "is no path; name a directory": lambda: jfsdp.checkpoint.Snapshots("", "run"),
     "take: step=-1 must be a whole number, at least 0": lambda: jfsdp.checkpoint.Snapshots("a", "run").take(

@@ -1,1 +1,1 @@
-"""How a state is made, stepped and fed."""
+"""Training states and steps."""

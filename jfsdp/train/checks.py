@@ -1,4 +1,4 @@
-"""What a step refuses: states, batches, dtypes and meshes that it cannot take, by name and with the remedy."""
+"""Checks of the states, batches, dtypes and meshes that are passed to a step."""
 
 from __future__ import annotations
 
@@ -30,62 +30,63 @@ _REMEDY = (
 
 
 def check_offloads(policies: Mapping[str, UnitPolicy], mesh: Any) -> None:
-    """Refuse offloaded activations where the compiler mixes up the layers that they belong to.
+    """Check that the compiler reads offloaded activations in the right order of layers.
 
     Raises:
-      ValueError: on a mesh of GPUs, with a jaxlib below 0.11.1; names the unit and what it offloads.
+      ValueError: on a mesh of GPUs with a jaxlib below 0.11.1, naming the unit and the offloaded values.
     """
     offloading = {name: offloaded for name, policy in policies.items() if (offloaded := offloads(policy.remat))}
     if offloading and is_gpu(mesh) and misorders_offloads():
         name, offloaded = next(iter(offloading.items()))
         raise ValueError(
-            f"unit {name!r}: remat offloads {offloaded}, and jaxlib below 0.11.1 compiles a loop of n layers for "
-            "GPUs so that the backward of layer i reads the values of layer n-1-i: wrong gradients, without an error "
-            "(openxla/xla#46231); install jax 0.11.1 or newer (Python 3.12 or newer), or recompute these values "
-            "(remat='full') or keep them on the device"
+            f"unit {name!r}: remat offloads {offloaded}, but on GPUs jaxlib below 0.11.1 compiles a loop over n layers "
+            "so that the backward of layer i reads the values of layer n-1-i, which gives wrong gradients without an "
+            "error (openxla/xla#46231); install jax 0.11.1 or newer (Python 3.12 or newer), recompute these values "
+            "(remat='full'), or keep them on the device"
         )
 
 
 def check_state(state: TrainState, layout: Layout, loss_scale: LossScale | None) -> None:
-    """Refuse what is no state, is traced, is gone, or stands elsewhere than a step expects it.
+    """Check that a state has arrays, is not traced or donated, and is sharded as a step expects.
 
-    What else a layout says is the step's own affair.
+    Other differences between the layouts do not affect a step.
 
     Raises:
-      ValueError: naming what was given, the first leaf that differs, or the loss scale.
+      TypeError: if it is not a `TrainState`.
+      ValueError: naming the first leaf that differs, or the loss scale.
     """
     if not isinstance(state, TrainState):
         raise TypeError(
-            f"the state given is a {type(state).__name__}; a step takes (state, batch), with the TrainState that "
-            "model.init, jfsdp.checkpoint.restore or the step before returned"
+            f"the state given is a {type(state).__name__}; call step(state, batch) with the TrainState that "
+            "model.init, jfsdp.checkpoint.restore or the previous step returned"
         )
     check_live("the step", state)
     if is_traced(state.step):
         raise ValueError(
-            "the state given is traced; a step is compiled by itself: call it from Python, outside of jax.jit, "
-            "jax.lax.scan and the like"
+            "the state given is traced; a step compiles itself: call it from Python, outside of jax.jit and "
+            "jax.lax.scan"
         )
     if state.step.is_deleted():
         raise ValueError(
-            "the state given was donated to an earlier step and is gone; keep what the step returns: "
+            "the state given was donated to an earlier step and is deleted; keep the state that the step returns: "
             "state, metrics = step(state, batch)"
         )
-    check_stands(state, layout)
+    check_sharding(state, layout)
     if bool(state.loss_scale) != (loss_scale is not None):
         raise ValueError(
-            f"the state has {'a' if state.loss_scale else 'no'} loss scale, and this step's precision takes "
+            f"the state has {'a' if state.loss_scale else 'no'} loss scale, but this step's precision needs "
             f"{'one' if loss_scale else 'none'}; {_REMEDY}(state, model)"
         )
 
 
-def check_stands(state: TrainState, layout: Layout) -> None:
-    """Refuse a state that stands elsewhere than a layout says.
+def check_sharding(state: TrainState, layout: Layout) -> None:
+    """Check that the sharding of a state matches a layout.
 
     Raises:
-      ValueError: naming the first leaf that differs, or those that are frozen on one side.
+      ValueError: naming the first leaf that differs, or the leaves that are frozen on one side only.
     """
     if frozen := differing_frozen(*({x.path: x.trainable for x in of.leaves} for of in (state.layout, layout))):
-        raise ValueError(f"the state is of other frozen leaves than this model: {frozen}")
+        raise ValueError(f"the state has other frozen leaves than this model: {frozen}")
     there, wanted = _placed(state.layout), _placed(layout)
     differing = [path for path in there.keys() | wanted.keys() if there.get(path) != wanted.get(path)]
     if differing or state.layout.mesh_sizes != layout.mesh_sizes:
@@ -105,10 +106,10 @@ def _placed(layout: Layout) -> dict[str, Any]:
 
 
 def as_arrays(batch: Any) -> Any:
-    """Return a batch with the arrays of other libraries (`torch.Tensor`) as NumPy's.
+    """Convert the arrays of other libraries (`torch.Tensor`) in a batch to NumPy.
 
     Raises:
-      ValueError: naming the leaf, for one that NumPy cannot read.
+      ValueError: naming a leaf that NumPy cannot read.
     """
 
     def convert(path: Any, x: Any) -> Any:
@@ -119,17 +120,17 @@ def as_arrays(batch: Any) -> Any:
         except (TypeError, RuntimeError, ValueError) as error:
             raise ValueError(
                 f"batch{jax.tree_util.keystr(path)}: NumPy cannot read this {type(x).__name__} ({error}); pass a NumPy "
-                "array, of a torch.Tensor x.detach().cpu().numpy(), and x.float() first if it is bfloat16"
+                "array: x.detach().cpu().numpy() for a torch.Tensor, with x.float() first if it is bfloat16"
             ) from error
 
     return jax.tree.map_with_path(convert, batch)
 
 
 def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int) -> None:
-    """Refuse a batch whose rows cannot be shared by devices and microbatches.
+    """Check that the rows of a batch can be split over devices and microbatches.
 
     Args:
-      num_processes: how many of them give as many rows as this one.
+      num_processes: the number of processes that pass different rows, all as many as this one.
 
     Raises:
       TypeError: naming a leaf that is neither an array of rows nor a number.
@@ -137,7 +138,7 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
     """
     leaves = jax.tree_util.tree_leaves_with_path(batch)
     if not leaves:
-        raise ValueError("the batch holds no arrays; give a step arrays of rows [B, ...]")
+        raise ValueError("the batch has no arrays; pass arrays of rows [B, ...]")
     first = None
     for path, x in leaves:
         name = f"batch{jax.tree_util.keystr(path)}"
@@ -145,9 +146,9 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
         is_other = is_other or (isinstance(x, np.ndarray) and x.dtype.kind in "OSU")
         if is_other or not (hasattr(x, "shape") or isinstance(x, (int, float))):
             raise TypeError(
-                f"{name}: is {type(x).__name__}; a leaf of a batch is an array of rows [B, ...], or a number that "
-                "holds for all rows: leave anything else out (rng keys are the model's: nnx.Rngs, or Linen's own; or "
-                "one for each row: jax.random.split(key, B))"
+                f"{name}: is {type(x).__name__}; a leaf of a batch must be an array of rows [B, ...], or a number that "
+                "applies to all rows: leave out anything else (rng keys belong to the model, as nnx.Rngs or Linen "
+                "rngs; or pass one per row: jax.random.split(key, B))"
             )
         shape: tuple[int, ...] = np.shape(x)  # type: ignore[assignment]
         if not shape:
@@ -160,13 +161,13 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
             )
         first = first or (name, size)
         if size != first[1]:
-            raise ValueError(f"{name} has {size} rows and {first[0]} has {first[1]}; give every leaf as many rows")
+            raise ValueError(f"{name} has {size} rows and {first[0]} has {first[1]}; pass equally many in every leaf")
     if first is None:
-        raise ValueError("the batch holds numbers only, and no array of rows [B, ...]")
+        raise ValueError("the batch has only numbers; pass at least one array of rows [B, ...]")
 
 
 def check_same_batch(batch: Any, built_for: Any) -> None:
-    """Refuse a batch of another structure than a step was built for; None: it is not yet.
+    """Check that a batch has the structure that a step was built for (None: not built yet).
 
     Raises:
       ValueError: with both structures.
@@ -175,62 +176,62 @@ def check_same_batch(batch: Any, built_for: Any) -> None:
     if built_for is not None and shape != built_for:
         raise ValueError(
             f"the batch changed: this step was built for {built_for}, and got {shape}; make another "
-            "train_step for batches of another form"
+            "train_step for these batches"
         )
 
 
 def check_own_rows(given: int, before: int | None) -> int:
-    """Refuse another number of a process's own rows than before, which the other processes would not know of.
+    """Check that a process passes as many rows as before: other processes would not notice a change.
 
     Raises:
       ValueError: with both numbers.
     """
     if before not in (None, given):
         raise ValueError(
-            f"the batch has {given} rows of this process's own, and had {before}; with several processes all give as "
-            "many at every step: drop or pad the last rows"
+            f"the batch has {given} rows in this process, and had {before} before; with several processes each must "
+            "pass the same number at every step: drop or pad the last rows"
         )
     return given
 
 
 def batch_shape(batch: Any) -> Any:
-    """Return dtypes and shapes of a batch's arrays but for their rows, as a step is built for."""
-    # The dtype as JAX takes it: without 64 bits unless they are asked for.
+    """Return the dtypes and shapes of a batch's arrays without the rows, which a step is built for."""
+    # The dtype in JAX: 64 bits only if they are enabled.
     return jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(np.shape(x)[1:])}", batch)
 
 
 def check_kept_types(old: TrainState, new: TrainState) -> None:
-    """Refuse a state whose types a step changes: it would no longer be what its layout says."""
+    """Check that a step keeps the shape and dtype of each array of a state, as its layout requires."""
     pairs = zip(jax.tree_util.tree_leaves_with_path(old), jax.tree.leaves(new), strict=True)
     for (path, a), b in pairs:
         if (a.shape, a.dtype) != (b.shape, b.dtype):
             name = jax.tree_util.keystr(path)
-            whose, remedy = "optimizer", "give it a state dtype that stays (mu_dtype=, say)"
+            owner, remedy = "optimizer", "set a state dtype that the update keeps (such as mu_dtype=)"
             if name.startswith(".model_state"):
-                whose, remedy = "model", "make it in the dtype and shape that its update gives"
+                owner, remedy = "model", "create it in the dtype and shape that its update returns"
             raise ValueError(
-                f"state{name}: the {whose} turns {a.dtype}{list(a.shape)} into {b.dtype}{list(b.shape)}; {remedy}"
+                f"state{name}: the {owner} changes {a.dtype}{list(a.shape)} to {b.dtype}{list(b.shape)}; {remedy}"
             )
 
 
 def check_donated(donate: Sequence[int], num_inputs: int) -> None:
-    """Refuse places that no input of a call has, or that are named twice.
+    """Check that each index in `donate` is an input of the call, and occurs once.
 
     Raises:
-      ValueError: naming them.
+      ValueError: naming the indices.
     """
-    wrong = [place for at, place in enumerate(donate) if place >= num_inputs or place in donate[:at]]
+    wrong = [index for i, index in enumerate(donate) if index >= num_inputs or index in donate[:i]]
     if wrong:
         raise ValueError(
-            f"forward: donate={list(donate)}: {wrong} is no input or is named twice; f(state, *inputs) got "
-            f"{num_inputs} inputs, which are counted from 0 without the state"
+            f"forward: donate={list(donate)}: {wrong} is not an input, or is repeated; f(state, *inputs) got "
+            f"{num_inputs} inputs: count them from 0, without the state"
         )
 
 
 def check_lowers(mesh: Any) -> None:
-    """Refuse to lower for a mesh of sizes alone: it does not say for which platform."""
+    """Check that a mesh has devices, which determine the platform to lower for."""
     if isinstance(mesh, AbstractMesh):
         raise ValueError(
             "the mesh has no devices, so there is no platform to lower for; use jfsdp.make_mesh(devices=...), with "
-            "those of jax.experimental.topologies where the hardware is elsewhere"
+            "devices of jax.experimental.topologies if this machine has none"
         )

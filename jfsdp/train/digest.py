@@ -1,4 +1,4 @@
-"""A number for the bits of an array."""
+"""Digests of arrays."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _WORDS = {1: jnp.uint8, 2: jnp.uint16}
 
 
 def digest(x: Any) -> jax.Array:
-    """Return a number of 32 bits that any changed bit, or two elements that change places, change almost surely.
+    """Return a 32-bit digest of an array's bits and their positions, for use inside `jit`.
 
-    Of a split array it is that of the whole one, whatever the split; for use inside `jit`.
+    The sharding of the array does not change its digest. Changed bits and swapped elements change it almost surely.
 
-    Cost:    each device reads its part once, and a number is summed over all devices.
+    Cost:    each device reads its part once; one number is summed over all devices.
     """
     if jnp.iscomplexobj(x):
         x = jnp.stack([x.real, x.imag])
@@ -23,9 +23,9 @@ def digest(x: Any) -> jax.Array:
         words = x.astype(jnp.uint32)
     else:
         words = jax.lax.bitcast_convert_type(x, _WORDS.get(x.dtype.itemsize, jnp.uint32)).astype(jnp.uint32)
-    place = jnp.zeros(words.shape, jnp.uint32)
-    for dim, size in enumerate(words.shape):  # not flat: a split array would be gathered
-        place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
-    place = place * jnp.uint32(2654435761) | 1
-    mixed = (words ^ place) * jnp.uint32(2246822519)
-    return jnp.sum((mixed ^ (mixed >> 15)) * place, dtype=jnp.uint32)
+    position = jnp.zeros(words.shape, jnp.uint32)
+    for dim, size in enumerate(words.shape):  # without reshape, which would gather a sharded array
+        position = position * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, words.shape, dim)
+    position = position * jnp.uint32(2654435761) | 1
+    mixed = (words ^ position) * jnp.uint32(2246822519)
+    return jnp.sum((mixed ^ (mixed >> 15)) * position, dtype=jnp.uint32)

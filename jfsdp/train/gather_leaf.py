@@ -1,4 +1,4 @@
-"""One whole array of a sharded state, by name."""
+"""Gathering of one array of a sharded state, by name."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jfsdp.train.state import TrainState, check_live
 
 @checked
 def gather_leaf(state: TrainState, path: str) -> jax.Array:
-    """Return one array of a state, whole and of logical shape; gathers nothing else.
+    """Return one array of a state, gathered and in its logical shape. Gathers nothing else.
 
     Layout:  [D+pad/axes F] -> [D F] on every device, in the dtype at rest.
     Cost:    one all-gather of that array.
-    Memory:  the whole array on every device, until it is dropped.
+    Memory:  the whole array on every device, for as long as the result is kept.
 
     Args:
-      path: a parameter's name (`embed.embedding`), or a name in checkpoints (`opt_state.0.mu.embed.embedding`,
-        `params.embed.embedding`), or one of the model's other state (`batch_stats.norm.mean`).
+      path: the name of a parameter (`embed.embedding`), of an array in checkpoints (`opt_state.0.mu.embed.embedding`,
+        `params.embed.embedding`), or of the model's other state (`batch_stats.norm.mean`).
 
     Raises:
-      ValueError: for an unknown name, listing close ones; or for a state of shapes only.
+      ValueError: for an unknown name, listing close ones; for a state of shapes without arrays.
     """
     shapes = jax.eval_shape(_logical, state)
     if path not in shapes:
@@ -34,12 +34,12 @@ def gather_leaf(state: TrainState, path: str) -> jax.Array:
 
 
 def _logical(state: TrainState) -> dict[str, jax.Array]:
-    """Return the arrays of a state in their logical shape, by every name that `gather_leaf` takes."""
+    """Return the arrays of a state in their logical shapes, by all names that `gather_leaf` accepts."""
     arrays, by_path = jax.tree.leaves(state.opt_state), state.layout.by_path
-    params = {path: _cut(x, by_path[path].shape) for path, x in state.params.items()}
-    named = {role.name: _cut(x, role.shape) for role, x in zip(state.roles.arrays, arrays, strict=True)}
+    params = {path: _unpad(x, by_path[path].shape) for path, x in state.params.items()}
+    named = {role.name: _unpad(x, role.shape) for role, x in zip(state.roles.arrays, arrays, strict=True)}
     return {**state.model_state, **params, **{f"params.{path}": x for path, x in params.items()}, **named}
 
 
-def _cut(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def _unpad(value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return value[tuple(map(slice, shape))]

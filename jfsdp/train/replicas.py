@@ -1,4 +1,4 @@
-"""What several devices hold must be the same bits: a comparison of digests finds a device that computes wrongly."""
+"""Comparison of replicated arrays by digests, which finds devices that compute wrong results."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from jfsdp.train.state import TrainState
 
 @checked
 def compare_replicas(state: TrainState) -> int:
-    """Compare, by digests, the blocks of parameters, optimizer states and other arrays that several devices hold.
+    """Compare the bits of parameters, optimizer states and other arrays that are replicated on several devices.
 
-    Equal programs give equal bits, so a difference is memory or arithmetic gone wrong, or processes that ran other
-    programs. What one device alone holds (all but the smallest leaves under `full_shard`) cannot be compared.
+    Equal programs give equal bits. A difference means faulty memory or arithmetic, or processes that ran different
+    programs. Blocks that only one device has (all but the smallest leaves under `full_shard`) cannot be compared.
 
-    Cost:    each device reads its blocks once; a line per block and device is exchanged, some 100 bytes. Every process
-             of the run calls it.
-    Memory:  what is offloaded is copied to its device, one block at a time.
+    Cost:    each device reads its blocks once; about 100 bytes per block and device are exchanged. Every process
+             of the run must call it.
+    Memory:  offloaded arrays are copied to the device, one block at a time.
 
     Returns:
-      How many blocks were compared.
+      The number of blocks compared.
 
     Raises:
-      ValueError: in every process: naming the arrays, and the devices whose blocks differ from most others'.
+      ValueError: in every process, naming the arrays and the devices whose blocks differ from the majority.
     """
-    own: list[tuple[str, str, int, int]] = []
+    local: list[tuple[str, str, int, int]] = []
     for path, array in jax.tree_util.tree_leaves_with_path(state):
         if not isinstance(array, jax.Array) or not array.size:
             continue
@@ -42,10 +42,10 @@ def compare_replicas(state: TrainState) -> int:
             index = str(places[whole.device])
             if copies[index] > 1:
                 digest = int(_digest(to_device(shard.data)))
-                own.append((jax.tree_util.keystr(path), index, whole.device.id, digest))
+                local.append((jax.tree_util.keystr(path), index, whole.device.id, digest))
     blocks: dict[tuple[str, str], dict[str, int]] = collections.defaultdict(dict)
-    for process, told in enumerate(gather_json(own)):
-        for name, index, device, digest in told:
+    for process, reported in enumerate(gather_json(local)):
+        for name, index, device, digest in reported:
             blocks[name, index][f"device {device} (process {process})"] = digest
     lines = []
     for (name, index), digests in blocks.items():
@@ -56,9 +56,9 @@ def compare_replicas(state: TrainState) -> int:
     if lines:
         shown = "; ".join(lines[:4]) + (f"; and {len(lines) - 4} more" if len(lines) > 4 else "")
         raise ValueError(
-            f"replicas differ: {shown} hold other bits than most (all are named where there "
-            "is no majority). Go on from a checkpoint before, without those devices if it comes again (ECC errors: "
-            "nvidia-smi -q); all programs must be the same"
+            f"replicas differ: {shown} have other bits than the majority (without a majority all are named). Run the "
+            "same program in all processes; resume from an earlier checkpoint, and without these devices if they "
+            "differ again (ECC errors: nvidia-smi -q)"
         )
     return len(blocks)
 

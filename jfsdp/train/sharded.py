@@ -29,7 +29,7 @@ from jfsdp.layout.report import describe_mesh, list_differences
 from jfsdp.modules.adapted import create_adapters, decode_all
 from jfsdp.modules.model import FlaxModel
 from jfsdp.train import state as states
-from jfsdp.train.checks import check_donated, check_lowers, check_stands, check_state
+from jfsdp.train.checks import check_donated, check_lowers, check_sharding, check_state
 from jfsdp.train.process_checks import compare_inputs
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.config import StepConfig
@@ -282,7 +282,7 @@ class ShardedModel:
                 raise TypeError(
                     f"the state given is a {type(state).__name__}; an evaluation is called f(state, *inputs)"
                 )
-            check_stands(state, self.layout)
+            check_sharding(state, self.layout)
             check_donated(donate, len(inputs))
             with model_mesh(self.mesh):
                 return self.apply(fn, state.source, state.model_state, *inputs)[0]
