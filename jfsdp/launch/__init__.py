@@ -1,4 +1,4 @@
-"""How processes start, and end together: what must be said to JAX and XLA first, and who else is there."""
+"""Start and end of a run's processes: settings of JAX and XLA, joining, watchdog, launcher."""
 
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end

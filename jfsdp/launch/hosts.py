@@ -1,7 +1,7 @@
-"""Which devices share a host, and what the processes of a run tell each other.
+"""Which devices share a host, and exchange of small values between the processes of a run.
 
-JAX knows which devices share a process, and a host may run one process per device. Imports only JAX, so that every room
-may import it.
+JAX knows which devices share a process, but a host may run one process per device. Imports only JAX, so that every
+package may import it.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def hosts(devices: Sequence[Any]) -> tuple[int, ...]:
-    """Return the host of each device, by the number of the host's first process: devices of equal number share a host.
+    """Return the host of each device, as the number of the host's first process.
 
-    - Devices of one process are on one host.
-    - Devices of a deviceless topology have one process per host. In a run of one process, all devices of several
-      processes are such.
-    - Otherwise every process says once which host it is on, see `own_host`.
+    - Devices of one process share a host.
+    - Each process of a deviceless topology has its own host. In a run of one process, devices of several processes
+      belong to a deviceless topology.
+    - Otherwise the processes exchange their host names once; see `own_host`.
 
     Cost: for devices of several processes, the first call exchanges a short text between all processes of the run, and
-      waits until each of them calls it (`make_mesh` does). Later calls remember.
+      waits until each of them calls it (`make_mesh` does). The result is cached.
 
     Raises:
-      ValueError: in every process, if one of them cannot tell its host.
+      ValueError: in every process, if one of them cannot identify its host.
     """
     processes = [device.process_index for device in devices]
     several = len(set(processes)) > 1 and jax.process_count() > 1
-    if several and devices[0].client.runtime_type != "compile_only_runtime":  # a deviceless topology's
+    if several and devices[0].client.runtime_type != "compile_only_runtime":  # the runtime of deviceless topologies
         processes = [_first_processes()[process] for process in processes]
     return tuple(processes)
 
 
 def own_host() -> str:
-    """Return what tells this process's host from others; empty if nothing does.
+    """Return an identifier of this process's host; empty if there is none.
 
-    That is the boot id of the kernel, which the containers of a machine share as they share its links; without one, the
-    name of the host.
+    It is the kernel's boot id, which containers on one machine share, as they share its links. Without a boot id it is
+    the host name.
     """
     try:
         return _BOOT_ID.read_text().strip()
     except OSError:
-        return platform.node().removeprefix("localhost")  # that name other hosts may have too
+        return platform.node().removeprefix("localhost")  # other hosts may have this name too
 
 
 @functools.cache
@@ -60,35 +60,35 @@ def _first_processes() -> tuple[int, ...]:
     """Return, for each process of the run, the first process on its host."""
     names = gather_json(own_host())
     if "" in names:
-        raise ValueError(f"process {names.index('')} cannot tell its host; give each host another name")
+        raise ValueError(f"process {names.index('')} cannot identify its host; give each host another name")
     return tuple(names.index(name) for name in names)
 
 
 def wait_for_all(place: str) -> None:
-    """Wait until every process of the run is here.
+    """Wait until every process of the run reaches this place.
 
     Raises:
-      RuntimeError: if others are at another place.
+      RuntimeError: if other processes are at another place.
     """
-    told = gather_json(place)
-    if set(told) != {place}:
-        raise RuntimeError(f"the processes of the run are at different places: {told}; were all started alike?")
+    places = gather_json(place)
+    if set(places) != {place}:
+        raise RuntimeError(f"the processes of the run are at different places: {places}; start all with one command")
 
 
-def check_alike(told: Mapping[str, Any]) -> None:
-    """Refuse to go on where a process tells something else than the others; all of the run must call it.
+def check_alike(facts: Mapping[str, Any]) -> None:
+    """Check that all processes pass equal facts. All processes of the run must call it.
 
     Raises:
-      ValueError: in every process, naming who differs and in what.
+      ValueError: in every process, naming the processes that differ and the facts.
     """
-    if problem := differences(dict(enumerate(gather_json((platform.node(), told))))):
+    if problem := differences(dict(enumerate(gather_json((platform.node(), facts))))):
         raise ValueError(problem)
 
 
 def gather_json(value: Any) -> list[Any]:
-    """Collect every process's value, plain JSON, in the order of the processes, on all of them.
+    """Return the values of all processes, which must be plain JSON, in process order.
 
-    Cost: two small all-gathers; every process of the run must call it, and waits for the others. None for one process.
+    Cost: two small all-gathers, which every process of the run must call; none with one process.
     """
     if jax.process_count() == 1:
         return [value]

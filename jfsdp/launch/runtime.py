@@ -1,4 +1,4 @@
-"""What must be said to JAX and XLA before and just after they start. Importing this imports neither."""
+"""Settings of JAX and XLA before and just after they start. Importing this imports neither."""
 
 from __future__ import annotations
 
@@ -23,19 +23,18 @@ MOST_SIMULATED = 1024  # each takes threads and memory of the host
 
 @checked
 def configure_xla(*, simulate_devices: Annotated[int, 0, MOST_SIMULATED] = 0) -> None:
-    """Write platform and XLA flags into the environment. XLA reads them once, and ignores later changes silently.
+    """Write platform and XLA flags into the environment. XLA reads them once, and silently ignores later changes.
 
     Args:
-      simulate_devices: make the CPU look like this many devices; 0 uses the devices that are there.
-
-    Under `jfsdp launch --devices-per-proc` the launcher gives that number.
+      simulate_devices: number of devices that the CPU simulates; 0: do not simulate. `jfsdp launch --devices-per-proc`
+        sets the default.
 
     Raises:
-      ValueError: for a count below 0 or above `MOST_SIMULATED`, and for another one than the launcher gives.
-      RuntimeError: if JAX was imported already.
+      ValueError: if the count is below 0 or above `MOST_SIMULATED`, or differs from the launcher's.
+      RuntimeError: if JAX is already imported.
     """
     if "jax" in sys.modules:
-        raise RuntimeError("configure_xla comes too late: jax is imported already, and its flags are read once")
+        raise RuntimeError("configure_xla is called too late: jax is already imported; call it before importing jax")
     flags: dict[str, str] = {}
     launched = int(os.environ.get(DEVICES) or 0)
     if launched and simulate_devices not in (0, launched):
@@ -43,8 +42,8 @@ def configure_xla(*, simulate_devices: Annotated[int, 0, MOST_SIMULATED] = 0) ->
     if simulate_devices := simulate_devices or launched:
         os.environ["JAX_PLATFORMS"] = "cpu"
         flags["xla_force_host_platform_device_count"] = str(simulate_devices)
-        # Simulated devices share few cores, so that one may reach a collective long after another: by default XLA ends
-        # the process after 40 s of waiting.
+        # Simulated devices share few cores, so one may reach a collective long after another. By default XLA ends the
+        # process after waiting 40 s.
         flags["xla_cpu_collective_call_warn_stuck_timeout_seconds"] = "300"
         flags["xla_cpu_collective_call_terminate_timeout_seconds"] = "600"
     os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), flags)
@@ -58,7 +57,7 @@ _FILTER = (
 
 @contextlib.contextmanager
 def ending_with_its_reader() -> Iterator[None]:
-    """Let the process end without a word when what reads its output, such as `head`, has: by SIGPIPE, as others do."""
+    """Let SIGPIPE end the process silently when the reader of its output, such as `head`, has ended."""
     before = signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         yield
@@ -69,11 +68,11 @@ def ending_with_its_reader() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_plugin_chatter() -> Iterator[None]:
-    """Filter out what JAX's plugins for GPUs and TPUs print on a machine without; anything else is printed at once.
+    """Filter out messages of JAX's GPU and TPU plugins on machines without these devices; print all others at once.
 
-    A plugin writes to the file descriptor itself, before its own log level counts (0.10.2 and 0.12.0). XLA may end this
-    process after an error (a flag that it does not know), so another process filters: it reads on to the end, and takes
-    no signal from the terminal.
+    A plugin writes to the file descriptor directly, before its log level applies (0.10.2 and 0.12.0). XLA may end this
+    process after an error, such as an unknown flag, so a separate process filters. It reads to the end of the input and
+    receives no signal of the terminal.
     """
     sys.stderr.flush()
     command = [sys.executable, "-uISc", _FILTER]
@@ -88,7 +87,7 @@ def without_plugin_chatter() -> Iterator[None]:
 
 
 def start_jax() -> None:
-    """Start JAX; on the CPU without remarks on the GPU that is not there.
+    """Start JAX; on the CPU, without messages about missing GPUs.
 
     Raises:
       RuntimeError: if it does not start.
@@ -102,7 +101,7 @@ def start_jax() -> None:
 
 @contextlib.contextmanager
 def plain_warnings() -> Iterator[None]:
-    """Print warnings of ours as a line of a command line: who gave options has no line of Python to look at."""
+    """Print jfsdp's warnings as one line without a source location, which means nothing to users of a command line."""
     with warnings.catch_warnings():
         shown = warnings.showwarning
 
@@ -116,36 +115,35 @@ def plain_warnings() -> Iterator[None]:
 
 
 def merge_flags(text: str, flags: dict[str, str]) -> str:
-    """Set flags in an XLA_FLAGS text, replacing those of the same name."""
+    """Set flags in an XLA_FLAGS text, replacing flags of the same name."""
     kept = [part for part in text.split() if part.lstrip("-").partition("=")[0] not in flags]
     return " ".join([*kept, *(f"--{name}={value}" for name, value in flags.items())])
 
 
 @checked
 def enable_compilation_cache(directory: str | Path | None) -> Path | None:
-    """Keep compiled programs on disk, so that the next start of the same program skips compiling.
+    """Keep compiled programs on disk, so that later starts of the same program do not compile it again.
 
-    Not where the devices are several of a CPU: there JAX's cache is turned off, and None returned. XLA:CPU (jaxlib
-    0.10.2) orders all collectives of a program that it compiles. In one that it loads, those inside a loop and those
-    outside are ordered by data alone, and JAX gives most of them the same channel: devices then wait for each other for
-    ever, or mix arrays up. This can go when a loaded program keeps the order (docs/log.md, 2026-11-22, says how to see
-    it).
+    Several CPU devices: disables JAX's cache and returns None. XLA:CPU (jaxlib 0.10.2) orders all collectives of a
+    program that it compiles. In a program that it loads, only data orders collectives inside and outside a loop, and
+    JAX gives most of them the same channel. Devices then deadlock or mix arrays up. Remove this when loaded programs
+    keep the order (docs/log.md, 2026-11-22, has a test).
 
     Args:
-      directory: None: `$XDG_CACHE_HOME/jfsdp` or `~/.cache/jfsdp`. A subdirectory per kind of processor is used below
-        it: XLA:CPU programs hold instructions of the machine that compiled them, and JAX's key does not know that.
+      directory: None: `$XDG_CACHE_HOME/jfsdp` or `~/.cache/jfsdp`. Each kind of processor has a subdirectory, because
+        XLA:CPU programs contain instructions of the machine that compiled them, which JAX's key does not include.
     """
     import jax
 
     if jax.default_backend() == "cpu" and jax.device_count() > 1:
-        jax.config.update("jax_enable_compilation_cache", False)  # whatever JAX_COMPILATION_CACHE_DIR says
+        jax.config.update("jax_enable_compilation_cache", False)  # also if JAX_COMPILATION_CACHE_DIR is set
         return None
     path = Path(directory or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/jfsdp").expanduser() / _machine()
-    if directory:  # into one that cannot be written JAX writes nothing, and goes on
+    if directory:  # JAX silently skips a directory that cannot be written
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"--cache-dir {directory}: cannot be made ({error.strerror}); name another") from error
+            raise ValueError(f"--cache-dir {directory} cannot be created ({error.strerror}); name another") from error
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

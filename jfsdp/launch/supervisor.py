@@ -1,14 +1,14 @@
-"""`jfsdp launch`: the processes of a run on this host, ended together and started again. Imports no JAX.
+"""`jfsdp launch`: starts the processes of a run on this host, ends them together and restarts them. No import of JAX.
 
-[Note: how a supervisor works] It starts `nproc` processes and tells each by torchrun's variables which it is
-(environment.py). What they print goes to a file each, and that of the first to the terminal too. When one fails, the
-others have a while to end by themselves (watch.py tells them why), then they are ended. All are started again as long
-as restarts are left: they go on from their last checkpoint, as `--resume auto` says. On several hosts one supervisor
-runs on each. There a failure reaches the processes of all hosts, so all supervisors start again, each by itself; the
-roll call waits until all are there, of whatever attempt.
+[Note: how a supervisor works] The supervisor starts `nproc` processes and sets torchrun's variables for each
+(environment.py). Each process has a log file; the first one's output also goes to the terminal. When one fails, the
+others have `grace_s` seconds to end (watch.py reports the failure to them), and are then killed. All are restarted
+while restarts remain, and continue from their last checkpoint (`--resume auto`). On several hosts, one supervisor runs
+on each. A failure reaches the processes of all hosts, so each supervisor restarts its processes independently. The roll
+call waits until all are present, regardless of their attempt.
 
-Where fewer processes are enough, one that fails first, or hangs, twice in a row is not started any more; those left
-keep the GPUs that they had. Of hosts that do not come back the roll call learns by waiting.
+If fewer processes suffice, a process that fails first or hangs twice in a row is no longer started. The remaining ones
+keep their GPUs. The roll call notices missing hosts by its timeout.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ _TAIL_LINES = 40
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """Where a supervisor stands among those of a run.
+    """This supervisor's place among the supervisors of a run.
 
     Attributes:
-      num_nodes, node: of the run, and this one.
+      num_nodes, node: number of hosts of the run, and this host's number.
       address: HOST:PORT of process 0.
-      num_siblings, sibling: how many supervisors this host has, and which of them this is.
+      num_siblings, sibling: number of supervisors on this host, and this supervisor's number.
     """
 
     num_nodes: int
@@ -56,7 +56,7 @@ class Hosts:
 
 @dataclasses.dataclass
 class Child:
-    """A process that was started: its place on this host, its rank of the run, its log, and what it ended with."""
+    """A started process: its number on this host, its rank in the run, its handle and its log."""
 
     local: int
     rank: int
@@ -69,13 +69,13 @@ class Supervisor:
     """Runs `command` as `nproc` processes of this host; see [Note: how a supervisor works].
 
     Args:
-      log_dir: of files `ATTEMPT/RANK.log`.
-      max_restarts: how often all are started again.
-      grace_s: seconds for the others to end by themselves after one has failed.
-      min_nproc: so many processes of the whole run are enough to go on; None: all are needed.
-      join_timeout_s: how long processes wait for each other at their start.
-      environment: of the processes, but for what is said to each; where a host has several and it does not say
-        otherwise, with NCCL_LAUNCH_ORDER_IMPLICIT=1.
+      log_dir: directory of the logs, `ATTEMPT/RANK.log`.
+      max_restarts: maximum number of restarts of all processes.
+      grace_s: seconds for the others to end after one has failed.
+      min_nproc: number of processes of the whole run that suffice to continue; None: all.
+      join_timeout_s: seconds that processes wait for each other at their start.
+      environment: of all processes, to which the variables of each are added. If a host has several processes,
+        NCCL_LAUNCH_ORDER_IMPLICIT=1 is the default.
     """
 
     command: Sequence[str]
@@ -90,21 +90,21 @@ class Supervisor:
     environment: dict[str, str] = dataclasses.field(default_factory=lambda: dict(os.environ))
 
     def __post_init__(self) -> None:
-        # Which process the launcher is itself, and whom it would call, is not for the processes.
+        # JAX's variables describe the launcher, not its processes.
         self.environment = {name: text for name, text in self.environment.items() if name not in OF_JAX}
         self.environment |= {JOIN_TIMEOUT: str(self.join_timeout_s), LAUNCHED: time.strftime("%Y%m%d-%H%M%S")}
-        if self.nproc * self.hosts.num_siblings > 1:  # GPUs of several processes start kernels of NCCL in one order
+        if self.nproc * self.hosts.num_siblings > 1:  # processes that share a host launch NCCL kernels in one order
             self.environment.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         self.suspects, self.absent, self.killed = set[int](), set[int](), set[int]()
         self.children: list[Child] = []
         self.stopped_by: int | None = None
 
     def run(self) -> int:
-        """Run until all have ended well, or no restart is left; return the exit status: that of the first to fail."""
+        """Run until all processes succeed or no restart remains. Return the exit status of the first that failed."""
         with self._forwarding(), contextlib.ExitStack() as stack:
-            # Several launchers on a host leave it to the user's one: what a host has, its processes share.
+            # Several launchers on a host use the user's directory, because processes of a host share snapshots.
             if SNAPSHOTS not in self.environment and self.hosts.num_siblings == 1:
-                # The same when this command is given again, after this was killed.
+                # The same name if this command is started again after it was killed.
                 name = hashlib.sha256(json.dumps([os.getcwd(), *self.command]).encode()).hexdigest()[:16]
                 memory = memory_dir() / f"launch-{name}"
                 self.environment[SNAPSHOTS] = str(memory)
@@ -114,23 +114,23 @@ class Supervisor:
                 self.children = []
                 for local in sorted(set(range(self.nproc)) - self.absent):
                     self.children.append(self.start_process(local, attempt))
-                if self.stopped_by is not None:  # some were not there yet when it came
+                if self.stopped_by is not None:  # the signal came before all were started
                     self._send(self.stopped_by)
                 failed = self._wait()
                 if failed is None:
                     return 0
                 status = _status(failed.process.returncode)
-                self._leave_out(failed)
+                self._exclude(failed)
                 self._report(failed, status, attempt)
                 if self.stopped_by is not None or status == USAGE or len(self.absent) == self.nproc:
                     break
         return status
 
     def start_process(self, local: int, attempt: int) -> Child:
-        """Start one process of this host, with what tells it its place."""
+        """Start one process of this host, with the variables of its place."""
         hosts, rank = self.hosts, self.hosts.node * self.nproc + local
         host, _, port = hosts.address.rpartition(":")
-        told = {
+        variables = {
             "RANK": rank,
             "WORLD_SIZE": hosts.num_nodes * self.nproc,
             "LOCAL_RANK": hosts.sibling * self.nproc + local,
@@ -141,12 +141,12 @@ class Supervisor:
             ABSENT: " ".join(str(hosts.node * self.nproc + absent) for absent in sorted(self.absent)),
         }
         if self.min_nproc is not None:
-            told[MIN_NPROC] = self.min_nproc
+            variables[MIN_NPROC] = self.min_nproc
         log = self.log_dir / str(attempt) / f"{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        environment = self.environment | {name: str(value) for name, value in told.items()}
+        environment = self.environment | {name: str(value) for name, value in variables.items()}
         with log.open("ab") as file:
-            # Of a group of its own: a signal of the terminal comes from here alone, once.
+            # A new session: only the launcher forwards the terminal's signals, once.
             output = file if self.children else subprocess.PIPE
             process: subprocess.Popen[bytes] = subprocess.Popen(
                 self.command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
@@ -156,7 +156,7 @@ class Supervisor:
         return Child(local, rank, process, log)
 
     def _wait(self) -> Child | None:
-        """Wait until all have ended; return the one that failed first, if any did."""
+        """Wait until all processes have ended. Return the first that failed, if any."""
         first: Child | None = None
         until = float("inf")
         self.killed = set()
@@ -173,13 +173,13 @@ class Supervisor:
             first = min(failed, key=_blame, default=None)
         return first
 
-    def _leave_out(self, failed: Child) -> None:
-        """Start no more what failed first, or else what hung, in this attempt and in the one before."""
-        # An error that Python reported (1), a damaged checkpoint (4), and what follows from others may be of all.
+    def _exclude(self, failed: Child) -> None:
+        """Exclude processes from later attempts that failed first, or hung, in this attempt and the one before."""
+        # All processes may have a Python error (1) or a damaged checkpoint (4), or fail because of another process.
         is_cause = failed.process.returncode not in (1, DAMAGED, STUCK, ENDED_BY_OTHERS, -signal.SIGABRT)
         hung = {child.local for child in self.children if child.rank in self.killed}
-        # The others of one that hangs end by their own time, or by JAX, which misses its heartbeats. But where as many
-        # had to be killed as ended, the one that aborted may be the cause, and they only waited for it.
+        # If one hangs, the others end by their timeout, or JAX aborts them for missed heartbeats. But if at least as
+        # many were killed as ended, the aborted one may be the cause, for which the killed ones waited.
         aborted = failed.process.returncode == -signal.SIGABRT and len(hung) < len(self.children) - len(hung)
         suspects = {failed.local} if is_cause else hung if aborted or failed.process.returncode == STUCK else set()
         absent = self.absent | (suspects & self.suspects)
@@ -196,34 +196,33 @@ class Supervisor:
         for child in self.children:
             if child.process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child.process.pid, signal.SIGKILL)  # one that is stopped takes no other
+                    os.killpg(child.process.pid, signal.SIGKILL)  # a stopped process handles no other signal
 
     def _report(self, failed: Child, status: int, attempt: int) -> None:
-        left = self.max_restarts - attempt
+        remaining = self.max_restarts - attempt
         others = {child.rank: _status(child.process.returncode) for child in self.children if child is not failed}
         try:
             lines = failed.log.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
-        except OSError as error:  # moved away, by a rotation of logs say
+        except OSError as error:  # for example moved by log rotation
             lines = [f"(its log cannot be read: {error.strerror})"]
-        word = "ended" if status == USAGE else "failed"  # all end with that one, and process 0 last (watch.py)
+        verb = "ended" if status == USAGE else "failed"  # all end with this status, process 0 last (watch.py)
         name = f" ({signal.Signals(status - 128).name})" if status - 128 in set(signal.Signals) else ""
-        told = [
-            f"jfsdp launch: process {failed.rank} {word} first, with status {status}{name}; the others of "
+        report = [
+            f"jfsdp launch: process {failed.rank} {verb} first, with status {status}{name}; the others of "
             f"this host ended with {others or 'nothing: there are none'}. Logs: {failed.log.parent}",
-            *[f"did not end by themselves, and were killed: {sorted(self.killed)}; they hung, or were stopped"]
-            * bool(self.killed),
+            *[f"these processes hung or were stopped, and were killed: {sorted(self.killed)}"] * bool(self.killed),
             f"the last lines of process {failed.rank}:",
             *(f"    {line}" for line in lines),
         ]
         if self.absent:
             ranks = sorted(self.hosts.node * self.nproc + local for local in self.absent)
-            told.append(f"failed first, or hung, twice in a row, and not started any more: {ranks}")
+            report.append(f"no longer started, because they failed first or hung twice in a row: {ranks}")
         if status == USAGE:
-            told.append("not started again: what was asked cannot begin")
+            report.append(f"not restarted: status {USAGE} means that the run cannot begin; correct the command")
         elif self.stopped_by is None:
-            can_start = left and len(self.absent) < self.nproc
-            told.append(f"starting again, {left} restarts left" if can_start else "no restart is left")
-        say("\n".join(told))
+            can_start = remaining and len(self.absent) < self.nproc
+            report.append(f"starting again, {remaining} restarts left" if can_start else "no restart is left")
+        say("\n".join(report))
 
     @contextlib.contextmanager
     def _forwarding(self) -> Iterator[None]:
@@ -232,7 +231,7 @@ class Supervisor:
             self._send(number)
 
         before = {number: signal.signal(number, forward) for number in heard(FORWARDED)}
-        before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # nobody reads on: the run goes on
+        before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the run continues without a reader
         try:
             yield
         finally:
@@ -242,23 +241,23 @@ class Supervisor:
 
 def _remove(memory: Path) -> None:
     shutil.rmtree(memory, ignore_errors=True)
-    with contextlib.suppress(OSError):  # that of the user, if this was the last
+    with contextlib.suppress(OSError):  # removes the user's directory only if it is empty
         memory.parent.rmdir()
 
 
 def _blame(child: Child) -> tuple[bool, bool, int]:
-    """Order processes that have failed by who is likely to be the cause: not those that others ended."""
+    """Sort key of failed processes: the likely cause first, and those that other processes ended last."""
     code = child.process.returncode
     return code == ENDED_BY_OTHERS, code == -signal.SIGABRT, child.rank
 
 
 def _status(code: int | None) -> int:
-    """Return a process's exit status as a shell says it."""
+    """Return a process's exit status as a shell reports it."""
     return 128 - code if code is not None and code < 0 else code or 0
 
 
 def _copy(source: IO[bytes] | None, log: Path) -> None:
-    """Copy what a process prints to its log, and to the terminal."""
+    """Copy a process's output to its log and to the terminal."""
     assert source is not None
     with source, log.open("ab") as file:
         while data := source.read1(1 << 16):  # type: ignore[attr-defined]
@@ -270,7 +269,7 @@ def _copy(source: IO[bytes] | None, log: Path) -> None:
 
 
 def free_port() -> int:
-    """Return a port of this host that nothing listens at."""
+    """Return a free port of this host."""
     with socket.socket() as found:
         found.bind(("", 0))
         return found.getsockname()[1]

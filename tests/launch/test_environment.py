@@ -58,7 +58,7 @@ def test_a_process_knows_its_place(environment, expected):
         (TORCHRUN | JAX, "process 1 of 2, and RANK and WORLD_SIZE process 5 of 8"),
         (SRUN | {"SLURM_STEP_NODELIST": ""}, "SLURM_STEP_NODELIST is empty"),
         (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x4)"}, "contradicts SLURM_STEP_NUM_TASKS=32"),
-        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "many"}, "'many' is no list of counts"),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "many"}, "'many' is not a list of counts"),
         (SRUN | {"JAX_COORDINATOR_PORT": "99999"}, "JAX_COORDINATOR_PORT=99999 must be a port, 1 to 65535"),
         (SRUN | {"JAX_COORDINATOR_ADDRESS": "ib7"}, "JAX_COORDINATOR_ADDRESS='ib7' must be HOST:PORT"),
     ],

@@ -37,7 +37,7 @@ def test_node_over_interleaved_hosts_computes_what_one_device_does(processes):
 @pytest.mark.parametrize(
     ("function", "names", "words"),
     [
-        ("node_on", ["a", "", "a", "a"], ["process 1 cannot tell its host"]),
+        ("node_on", ["a", "", "a", "a"], ["process 1 cannot identify its host"]),
         ("node_on", "aaab", ["[(0, 3), (3, 1)]", "reshard_after_forward=n"]),
     ],
 )

@@ -65,9 +65,9 @@ def test_nobody_waits_for_those_that_are_not_started_any_more(absent):
     [
         ({"ids": [0, 1, 3], "count": 4, "timeout_s": 1.0}, "1 of 4 processes did not come within 1 s: 2;"),
         ({"ids": [0, 1, 1], "count": 3, "timeout_s": 5.0}, "two processes are process 1:"),
-        ({"ids": [0, 1], "counts": {1: 3}}, "process 1 (.*) counts 3 processes, and process 0 (.*) 2;"),
-        ({"ids": [0, 1, 2], "told": {1: SAME | {"seed": 7}}}, r"seed is 0, but of process 1 (.*) 7;"),
-        ({"ids": [0, 1, 2], "told": {0: SAME | {"XLA_FLAGS": "-x"}}}, 'XLA_FLAGS is null, but of process 0 .* "-x"'),
+        ({"ids": [0, 1], "counts": {1: 3}}, "process 1 (.*) expects 3 processes, and process 0 (.*) expects 2;"),
+        ({"ids": [0, 1, 2], "told": {1: SAME | {"seed": 7}}}, r"seed is 0, but process 1 (.*) has 7;"),
+        ({"ids": [0, 1, 2], "told": {0: SAME | {"XLA_FLAGS": "-x"}}}, 'XLA_FLAGS is null, but process 0 .* has "-x"'),
     ],
 )
 def test_every_process_that_came_says_what_is_wrong(case, words):

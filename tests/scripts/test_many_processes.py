@@ -175,7 +175,7 @@ def test_a_run_goes_on_without_a_process_that_does_not_come_back(start, tmp_path
     options = ("--steps", "20", "--checkpoint-every", "5", "--resume", "auto")
     enough = ("--max-restarts", "3", "--min-nproc", "2")
     status, out = finish(start("fewer", 3, 1, *options, launch=enough, script=str(script)))
-    assert status == 0 and "going on with 2 of 3 processes: [0, 2]" in out, out
+    assert status == 0 and "continuing with 2 of 3 processes: [0, 2]" in out, out
     assert finish(start("whole", 3, 1, *options))[0] == 0
     np.testing.assert_allclose(losses(tmp_path / "fewer"), losses(tmp_path / "whole"), rtol=1e-3)
 
