@@ -1,6 +1,6 @@
-"""Metadata of an option's field besides its type: group, rule on resume, least value, reader of its text.
+"""Metadata of an option's field: group, rule on resume, minimum, reader of its text.
 
-`--help` and docs/options.md show options by these groups. In Python they stay one flat dataclass per command.
+`--help` and docs/options.md show options in these groups. In Python, each command has one flat dataclass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jfsdp.trainer.parse import hints_of, read_fields
 
 FIRST = "most used"
 Read = Callable[[str], Any] | None
-# The groups of the training script, in the order in which they are shown; those of a command come after the first.
+# Groups of the training script, in the order shown. Groups of a single command come after the first.
 GROUPS = (
     *(FIRST, "model", "sharding and memory", "precision", "gradient accumulation", "optimizer", "preferences"),
     *("frozen weights and adapters", "data", "checkpoint", "evaluation and logging", "process and device"),
@@ -29,24 +29,24 @@ SHOWN = {"True": "on", "False": "off", "": "-", "''": "-"}
 
 
 def option(default: Any, group: str = "", resume: str = "", *, least: float | None = None, read: Read = None) -> Any:
-    """Make a field of options.
+    """Return a dataclass field for an option.
 
     Args:
-      group: under which it is shown; "": none.
-      resume: what a resumed run does with another value; see jfsdp/trainer/run/resume_rules.py.
-      least: the least number that it takes; see `Options`.
-      read: makes a text its value; see `read_fields`.
+      group: group in the help; "": none.
+      resume: effect of another value on a resumed run; see jfsdp/trainer/run/resume_rules.py.
+      least: minimum; see `Options`.
+      read: converts the text to a value; see `read_fields`.
     """
     metadata = {"group": group, "resume": resume, "least": least, "read": read}
     return dataclasses.field(default=default, metadata=metadata)
 
 
 class Options:
-    """Base of the options of a command, a dataclass: checks types and ranges, whoever makes them.
+    """Base class of a command's options. Checks types and ranges of every instance.
 
     Raises:
-      TypeError: naming the field, its value, and what it must be.
-      ValueError: for a number below the least that its field says, or beyond what is ever counted.
+      TypeError: naming the field, its value and the valid type.
+      ValueError: for a number below the field's `least` or above `MOST`.
     """
 
     def __post_init__(self) -> None:
@@ -70,13 +70,13 @@ def groups_of(kind: Any) -> dict[str, list[str]]:
 
 
 def read_command(kind: Any, args: Sequence[str], *, default: Any = tyro.MISSING_NONPROP, **shown: Any) -> Any:
-    """Read a command line into options: texts become values here, and nowhere later.
+    """Parse a command line into options. All texts are converted to values here.
 
     Args:
       shown: `prog` and `description` of `--help`.
 
     Raises:
-      ValueError: naming the option that cannot be read, its text and what it takes.
+      ValueError: naming the invalid option, its text and the valid values.
     """
     config, registry = (tyro.conf.OmitArgPrefixes,), show_groups(kind)
     given = tyro.cli(kind, args=args, default=default, config=config, registry=registry, **shown)
@@ -84,12 +84,12 @@ def read_command(kind: Any, args: Sequence[str], *, default: Any = tyro.MISSING_
 
 
 def help_of(kind: Any) -> dict[str, str]:
-    """Return the help of a command's options by field, as the dataclass has it."""
+    """Return the help texts of a command's options, by field."""
     return {field.name: _help(field) or "" for field in _fields(kind)}
 
 
 def show_groups(kind: Any) -> ConstructorRegistry:
-    """Return the rule by which `tyro.cli` shows a command's options in groups, and returns their texts in one dict."""
+    """Return a registry with which `tyro.cli` shows a command's options in groups and returns one dict of texts."""
     registry, fields = ConstructorRegistry(), _fields(kind)
 
     @registry.struct_rule
@@ -124,10 +124,10 @@ def _group(title: str, fields: list[StructFieldSpec]) -> StructFieldSpec:
 
 
 def _described(field: StructFieldSpec, owner: Any, is_shared: bool) -> StructFieldSpec:
-    """Return a field with its owner's default, shown as docs/options.md does. Its text breaks lines at full stops.
+    """Return a field with its owner's default, in the form of docs/options.md. Lines break only at full stops.
 
     Args:
-      is_shared: whether a recipe may turn its default.
+      is_shared: whether a recipe may replace the default.
     """
     text = _help(field)
     text = text and re.sub(r"(?<!\.)\n\s*", " ", text)

@@ -1,4 +1,4 @@
-"""Options as a command line spells them, and what is refused of their names."""
+"""Spelling of options on the command line, and errors for unknown options."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import tomllib
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 
-MOST = 2**31 - 1  # of what is counted: JAX's indices
+MOST = 2**31 - 1  # largest count: JAX's indices have 32 bits
 _NAMES = tomllib.loads(Path(__file__).with_name("option_names.toml").read_text(encoding="utf-8"))
 REMOVED = {name: (row.get("default"), row["instead"]) for name, row in _NAMES["removed"].items()}
-"""Removed options of 0.2: the default, and what to write instead."""
+"""Options of 0.2 that were removed: the default, and the replacement."""
 ELSEWHERE: dict[str, str] = _NAMES["elsewhere"]
-"""Options of the scripts of Transformers, Accelerate, MaxText and torchtitan, and what is theirs here."""
+"""Options of Transformers, Accelerate, MaxText and torchtitan, and their equivalents."""
 
 
 def check_known(args: Sequence[str], kind: type) -> None:
-    """Refuse options that a command does not have.
+    """Check that a command has all options of a command line.
 
     Args:
-      kind: the dataclass of its options.
+      kind: the dataclass of the command's options.
 
     Raises:
-      ValueError: naming the first, and those that may have been meant.
+      ValueError: naming the first unknown option, and similar ones.
     """
     names = [spell(field.name) for field in dataclasses.fields(kind)]
     known = {*names, *(name.replace("--", "--no-", 1) for name in names), "--help"}
@@ -37,7 +37,7 @@ def check_known(args: Sequence[str], kind: type) -> None:
 
 
 def instead_of(field: str, names: Collection[str]) -> str:
-    """Return what to write instead of an option that was removed, or that another program has; empty: nothing.
+    """Return the equivalent of an option that was removed or that another program has; "" if there is none.
 
     Args:
       names: the options of the command.
@@ -47,7 +47,7 @@ def instead_of(field: str, names: Collection[str]) -> str:
 
 
 def _close_options(name: str, names: Iterable[str]) -> list[str]:
-    """Return the options that are spelled alike, begin with the same letters, or share a word with a name."""
+    """Return the options that are spelled similarly, have the same initials, or share a word with a name."""
     names, words = list(names), tuple(name.strip("-").split("-"))
     initials = [other for other in names if "".join(word[0] for word in other[2:].split("-")) == name[2:]]
     alike = difflib.get_close_matches(name, names, n=3, cutoff=0.7)
@@ -58,5 +58,5 @@ def _close_options(name: str, names: Iterable[str]) -> list[str]:
 
 
 def spell(name: str) -> str:
-    """Return the option of a field."""
+    """Return the command-line spelling of a field."""
     return f"--{name.replace('_', '-')}"

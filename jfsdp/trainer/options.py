@@ -1,7 +1,7 @@
-"""The options that `scripts/train.py` and `jfsdp explain` share, and what they mean to `fully_shard` and `train_step`.
+"""Options of models, sharding and steps, and their conversion to arguments of `fully_shard` and `train_step`.
 
-One word, one meaning: both commands inherit `ShardingOptions`, and only this module turns its texts into arguments.
-Importing it imports neither JAX nor the rest of jfsdp, since a training script has to set XLA's flags before.
+`scripts/train.py` and `jfsdp explain` inherit `ShardingOptions`. Only this module converts options to arguments.
+Importing it does not import JAX, because a training script must set XLA's flags first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def text(metavar: str, write: Callable[[Any], str] = parse.write) -> Any:
-    """Describe an option whose text its field's `read` makes a value: for `Annotated`."""
+    """Return the annotation of an option whose text is converted by its field's `read`."""
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar=metavar,
@@ -37,7 +37,7 @@ def text(metavar: str, write: Callable[[Any], str] = parse.write) -> Any:
 
 
 def optional(kind: type, metavar: str) -> Any:
-    """Describe an option that is a value or the word none: for `Annotated`."""
+    """Return the annotation of an option that takes a value or the word none."""
     return _value(kind, f"{metavar}|none")
 
 
@@ -48,7 +48,7 @@ def _value(kind: type, metavar: str) -> Any:
         if may_be_none and texts[0].lower() == "none":
             return None
         if kind is str and not texts[0]:
-            raise ValueError(f"'' is no {metavar.removesuffix('|none')}; give one, or none")
+            raise ValueError(f"must not be empty; give {metavar.removesuffix('|none')}, or none")
         try:
             return kind(texts[0])
         except ValueError:
@@ -80,128 +80,130 @@ Fields = tuple[Annotated[tuple[str, Any], text("KEY=VALUE", lambda pair: parse.w
 
 @dataclasses.dataclass(frozen=True)
 class ShardingOptions(Options):
-    """Which model, and how it is sharded and stepped: the arguments of `fully_shard` and `train_step`, as text."""
+    """Model, sharding and step: the arguments of `fully_shard` and `train_step` as options."""
 
     model: Name = option(None, "most used", "refused")
-    """A model by name, such as llama-8b; `jfsdp models` lists them."""
+    """Name of a model, such as llama-8b; `jfsdp models` lists them."""
     factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = option(None, "model", "refused")
     """Instead of --model: a function that returns a jfsdp.trainer.Job or a dict of its fields. It is imported from the
-    working directory or from what is installed."""
+    working directory or an installed package."""
     model_config: Fields = option((), "model", "refused", read=read_config)
     """Fields of the model's configuration: --model-config num_layers=2 stacked=false."""
 
     mesh: Mesh = option((("fsdp", -1),), "most used", "rounding", read=parse.read_mesh)
-    """How many devices each axis has: pipe, replica, fsdp, tensor. -1 takes the rest.
-    fsdp shards what --strategy says. replica replicates it: replica=-1,fsdp=8 shards over groups of 8 devices. tensor
-    cuts the weights that the model says, and what it computes with them. pipe cuts the layers into stages."""
+    """Number of devices of each mesh axis: pipe, replica, fsdp, tensor. -1 takes the rest.
+    fsdp shards the state according to --strategy. replica replicates it: replica=-1,fsdp=8 shards over groups of 8
+    devices. tensor splits the weights for which the model has rules, and their computation. pipe splits the layers into
+    stages."""
     strategy: Annotated[str | int, text("NAME|0..3")] = option(
         "full_shard", "most used", "rounding", read=parse.read_strategy
     )
-    """What is sharded: ddp, zero1, zero2 or full_shard.
-    Also a name of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...), or a DeepSpeed stage, 0 to 3."""
+    """Sharding strategy: ddp, zero1, zero2 or full_shard.
+    Names of PyTorch FSDP (FULL_SHARD, HYBRID_SHARD, hsdp, ...) and DeepSpeed stages (0 to 3) work too."""
     opt_over: Annotated[tuple[str, ...] | None, optional(str, "AXIS,...")] = option(
         None, "sharding and memory", "rounding", read=words()
     )
-    """The axes that split optimizer states, and gradients where the strategy splits them. replica,fsdp: over all
-    devices, also where parameters are sharded in groups. none: fsdp."""
+    """Mesh axes that split optimizer states, and gradients if the strategy splits them. replica,fsdp: all devices, even
+    if parameters are sharded in groups. none: fsdp."""
     reshard_after_forward: Annotated[bool | int | str | None, text("true|false|node|N|none")] = option(
         None, "sharding and memory", "rounding", read=parse.read_reshard
     )
-    """What becomes of a unit's gathered parameters after its forward. true: freed. false: kept until its backward.
-    N: kept split N ways over neighbouring devices, so that the second gather is cheap. node: over those of a host.
-    none: true, but for the root unit."""
+    """Whether a unit's gathered parameters are freed after its forward. true: freed. false: kept until its backward.
+    N: kept, split over N neighbouring devices, so that the second gather is cheap. node: split over the devices of a
+    host. none: true, except for the root unit."""
     remat: Annotated[str | Pairs, text("none|full|dots|names:A,B+offload:C")] = option(
         "full", "sharding and memory", "rounding", read=parse.read_remat
     )
-    """What a unit's backward recomputes. none: nothing. full: everything. dots: all but matrix products and cuDNN's
-    attention. names:A,B: all but the values that the model named so (jax.ad_checkpoint.checkpoint_name).
-    offload:C: all but these, which wait in host memory. Both are joined by +. The library's own default is none."""
+    """Values that a unit's backward recomputes. none: nothing. full: everything. dots: all except matrix products and
+    cuDNN's attention. names:A,B: all except values with these names (jax.ad_checkpoint.checkpoint_name).
+    offload:C: all except these, which are kept in host memory. Join both with +. In Python the default is none."""
     offload: Annotated[Words, tyro.conf.arg(metavar="WHAT,...")] = option(
         (),
         "sharding and memory",
         "rounding",
         read=words("params", "grads", "opt_state", remedy=" (activations: --remat offload:NAME)"),
     )
-    """What waits in the host's pinned memory while unused: params, grads, opt_state; several with commas."""
+    """State to keep in pinned host memory while unused: params, grads, opt_state; several with commas."""
     program: Annotated[str | None, optional(str, "xla|manual")] = option(None, "sharding and memory", "rounding")
-    """xla: XLA inserts the collectives. manual: jfsdp does, and --prefetch orders them. none: manual for a loss that
-    is a sum with its weight, as those of the models here, and xla for a mean."""
+    """xla: XLA inserts the collectives. manual: jfsdp inserts them, in the order of --prefetch. none: manual for a loss
+    that is a sum with its weight, as in the included models; xla for a mean."""
     prefetch: Number = option(None, "sharding and memory", "rounding")
-    """For manual: gather the weights of N units ahead of the compute, forward and backward. none: 1."""
+    """With manual: gather weights N units ahead of the compute, in forward and backward. none: 1."""
     storage: Annotated[str, tyro.conf.arg(metavar="per_parameter|flat")] = option(
         "per_parameter", "sharding and memory", "rounding"
     )
-    """per_parameter: each parameter moves by itself. flat (for manual): the parameters of a unit move as one array."""
+    """per_parameter: one collective per parameter. flat (with manual): one collective per unit, on a flat buffer."""
     min_size: Number = option(None, "sharding and memory", "rounding")
-    """Parameters with fewer elements per layer are replicated, and never offloaded. none: 1024; flat storage: 0."""
+    """Parameters with fewer elements per layer are replicated and not offloaded. none: 1024; flat storage: 0."""
 
     param_dtype: Dtype = option("bfloat16", "precision", "refused")
-    """Dtype of the parameters in compute and all-gather: bfloat16, float32, float16, or none (as they are stored).
-    float16 (on GPUs only, for the models here) scales the loss dynamically."""
+    """Dtype of the parameters in compute and all-gather: bfloat16, float32, float16, or none (the stored dtype).
+    float16 uses dynamic loss scaling; the included models support it on GPUs only."""
     reduce_dtype: Dtype = option(None, "precision", "refused")
-    """Dtype of the gradients in their reduction; another than --param-dtype needs manual. none: --param-dtype."""
+    """Dtype of the gradient reduction; a dtype other than --param-dtype needs manual. none: --param-dtype."""
     frozen: Annotated[Words, tyro.conf.arg(metavar="GLOB,...")] = option(
         (), "frozen weights and adapters", "refused", read=words()
     )
-    """Parameters that are not trained, by path or glob, such as embed or 'layers.attn.*'; several with commas.
+    """Parameters to freeze, by path or glob, such as embed or 'layers.attn.*'; several with commas.
     They have no gradient and no optimizer state."""
     frozen_dtype: Dtype = option(None, "frozen weights and adapters", "refused")
-    """Dtype at rest of parameters that are not trained, such as bfloat16. none: as the model makes them."""
+    """Dtype in which frozen parameters are stored, such as bfloat16. none: the model's."""
     quantized: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=CODEC")] = option(
         (), "frozen weights and adapters", "refused", read=pairs("GLOB=CODEC, such as '**.mlp.*.kernel=nf4'")
     )
-    """Keep and gather frozen matrices in 8 or 4 bits: --quantized **.mlp.*.kernel=nf4. nf4, int4 or int8; may be
+    """Store and gather frozen matrices in 8 or 4 bits: --quantized **.mlp.*.kernel=nf4. nf4, int4 or int8; may be
     repeated."""
     lora: Annotated[tuple[Annotated[Pairs, text("KEY=VALUE,...")], ...], tyro.conf.UseAppendAction] = option(
         (), "frozen weights and adapters", "refused", read=parse.read_lora
     )
     """Train low-rank adapters and freeze the rest: --lora rank=16,alpha=32,targets=**.q_proj.kernel,**.v_proj.kernel.
-    Also dropout=0.05, rslora=true, dora=true, also=GLOB,... (parameters trained as they are). Several: for different
-    targets."""
+    Also dropout=0.05, rslora=true, dora=true, also=GLOB,... (parameters to train without adapters). May be repeated,
+    for different targets."""
 
     accumulate: Count = option(1, "gradient accumulation", "said", least=1)
     """Microbatches per step; must divide --batch-per-device."""
     sync: Annotated[str | None, optional(str, "every|last")] = option(None, "gradient accumulation", "rounding")
-    """every: reduce gradients after each microbatch. last: after the last; whole gradients are kept until then.
-    last needs manual. none: the strategy's."""
+    """every: reduce gradients after each microbatch. last: reduce after the last one, and keep full gradients until
+    then; needs manual. none: the strategy's."""
     reshard_after_backward: bool = option(True, "gradient accumulation", "rounding")
-    """on: free gathered parameters after each microbatch. off: gather them once per step, and keep them."""
+    """on: free gathered parameters after each microbatch. off: gather them once per step and keep them."""
     pipe_schedule: Annotated[str, tyro.conf.arg(metavar="1f1b|gpipe")] = option(
         "1f1b", "gradient accumulation", "rounding"
     )
-    """Of a pipeline (--mesh pipe=P): the order in which its stages compute the microbatches of --accumulate.
-    1f1b: at most 2P-1 of them wait for their backward. gpipe: all do."""
+    """Order in which pipeline stages (--mesh pipe=P) compute the microbatches of --accumulate.
+    1f1b: at most 2P-1 of them wait for their backward. gpipe: all wait."""
     pipe_repeats: Count = option(1, "gradient accumulation", "rounding", least=1)
-    """Of a pipeline: into how many parts the layers of a stage fall. N parts make the bubble N times smaller."""
+    """Parts per pipeline stage (interleaved stages). N parts make the bubble N times smaller."""
     opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = option(None, "precision", "refused")
-    """bfloat16: moments of the optimizer in half the bytes, rounded stochastically. none: as they come."""
+    """bfloat16: store the optimizer's moments in half the bytes, with stochastic rounding. none: the optimizer's
+    dtype."""
     ema: Annotated[float | None, optional(float, "DECAY")] = option(None, "optimizer", "refused")
-    """Keep moving averages of the parameters; evaluation and sample then use them. 0.999: over about 1000 steps."""
+    """Keep moving averages of the parameters, for evaluation and samples. 0.999: over about 1000 steps."""
 
     rate_scale: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="GLOB=X")] = option(
         (), "optimizer", "refused", read=pairs("GLOB=X with a number X from 0 on, such as embed=0.1", parse.read_factor)
     )
-    """Multiply the learning rate of some parameters: --rate-scale embed=0.1. May be repeated; the last that fits
-    holds."""
+    """Multiply the learning rate of some parameters: --rate-scale embed=0.1. May be repeated; the last match
+    applies."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepOptions(ShardingOptions):
-    """All that decides the program of a training step."""
+    """All options that decide the program of a training step."""
 
     batch_per_device: Count = option(1, "most used", "refused", least=1)
     """Rows per step for each of the replica x fsdp data shards."""
     seq_len: Number = option(None, "most used", "refused", least=1)
     """Tokens per sequence. none: the model's."""
     cross_documents: bool = option(False, "data", "refused")
-    """Let attention and positions cross documents in a row."""
+    """Let attention and positions cross the documents of a row."""
     preference: Annotated[str | None, optional(str, "dpo|dpo_norm|ipo|ipo_norm")] = option(
         None, "preferences", "refused"
     )
-    """Train on choices between two answers, by direct preference optimization or a kin of it. _norm: per token of an
-    answer, so that its length does not count. Rows are pairs then. none: on tokens."""
+    """Train on pairs of a chosen and a rejected answer, by direct preference optimization or a variant. _norm: per
+    token of an answer, so that its length does not count. A row is then a pair. none: train on tokens."""
     beta: Real = option(0.1, "preferences", "refused")
-    """With --preference: larger stays closer to the reference."""
+    """With --preference: a larger value stays closer to the reference."""
     max_grad_norm: Decimal = option(1.0, "optimizer", "said, kept")
     """Clip gradients to this global norm. none: do not clip."""
     skip_nonfinite: bool = option(False, "optimizer", "said, kept")
@@ -212,15 +214,15 @@ class StepOptions(ShardingOptions):
         "rounding",
         read=pairs("NAME=VALUE, such as xla_gpu_enable_latency_hiding_scheduler=true", parse.read_xla_value),
     )
-    """An option of XLA's compiler, over those that jfsdp sets; NAME=none removes one. May be repeated.
-    `jfsdp plan` prints what is used."""
+    """An option of XLA's compiler; replaces the value that jfsdp sets, and NAME=none removes it. May be repeated.
+    `jfsdp plan` prints all that are used."""
 
 
 def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
-    """Shard a job's model on a mesh as the options say.
+    """Shard a job's model on a mesh according to the options.
 
     Raises:
-      ValueError: for values and combinations that cannot be.
+      ValueError: for invalid values and combinations.
     """
     from jfsdp.layout.placements import placements
     from jfsdp.train.fully_shard import fully_shard
@@ -232,10 +234,10 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
 
 
 def wrap_model(options: ShardingOptions, job: Job) -> Any:
-    """Return the job's model, wrapped by `jfsdp.lora` and `jfsdp.quantize` where the options say so.
+    """Return the job's model, wrapped by `jfsdp.lora` and `jfsdp.quantize` if the options request it.
 
     Raises:
-      ValueError: naming the option that cannot be read, and what it takes.
+      ValueError: naming the invalid option and its valid values.
     """
     from jfsdp.layout.lora import LoRA
     from jfsdp.layout.wrapped import lora, quantize
@@ -246,14 +248,14 @@ def wrap_model(options: ShardingOptions, job: Job) -> Any:
         from jfsdp.layout.mesh import make_abstract_mesh
         from jfsdp.train.fully_shard import fully_shard
 
-        alone = fully_shard(job.model, mesh=make_abstract_mesh({"fsdp": 1}), units=job.units)
-        loras = read_loras(adapter, job.pretrained, alone)
+        base = fully_shard(job.model, mesh=make_abstract_mesh({"fsdp": 1}), units=job.units)
+        loras = read_loras(adapter, job.pretrained, base)
     model = lora(job.model, loras) if loras else job.model
     return quantize(model, dict(options.quantized)) if options.quantized else model
 
 
 def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
-    """Return the options as arguments of `fully_shard`, but for model, mesh and units."""
+    """Return the options as arguments of `fully_shard`, except model, mesh and units."""
     from jfsdp.layout.policy import OffloadPolicy, SaveNames
     from jfsdp.layout.precision import MixedPrecisionPolicy
 
@@ -278,15 +280,15 @@ def train_arguments(options: StepOptions) -> dict[str, Any]:
     """Return the options as keyword arguments of `train_step`.
 
     Raises:
-      ValueError: for a batch that cannot be cut.
+      ValueError: for a batch that cannot be split into microbatches.
     """
     arguments = step_arguments(options)
     if options.preference is not None and options.cross_documents:
-        raise ValueError("--cross-documents joins texts, and --preference trains on pairs of answers; leave one out")
+        raise ValueError("--cross-documents joins texts, but --preference trains on pairs of answers; omit one of them")
     rows, parts = options.batch_per_device, options.accumulate
     if rows % parts:
         raise ValueError(
-            f"--batch-per-device {rows} cannot be cut into --accumulate {parts} microbatches; make it a multiple of "
+            f"--batch-per-device {rows} cannot be split into --accumulate {parts} microbatches; use a multiple of "
             f"{parts}"
         )
     return arguments | {
@@ -297,10 +299,10 @@ def train_arguments(options: StepOptions) -> dict[str, Any]:
 
 
 def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> optax.GradientTransformation:
-    """Return the job's optimizer with moments and averages as the options say; averages stay in float32.
+    """Return the job's optimizer with the moments and averages of the options. Averages are float32.
 
     Raises:
-      ValueError: for another dtype than bfloat16, or a decay out of range.
+      ValueError: for a dtype other than bfloat16, or a decay out of range.
     """
     import optax
 
@@ -310,7 +312,7 @@ def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> op
 
     tx, dtype, decay = job.optimizer(learning_rate), options.opt_state_dtype, options.ema
     if dtype not in (None, "bfloat16"):
-        raise ValueError(f"--opt-state-dtype {dtype!r} is not available; use bfloat16, or leave it out")
+        raise ValueError(f"--opt-state-dtype {dtype!r} is not available; use bfloat16, or omit it")
     if decay is not None and not 0 <= decay < 1:
         raise ValueError(f"--ema {decay} must be at least 0 and below 1; 0.999 averages over about 1000 steps")
     tx = tx if dtype is None else low_precision_state(tx, dtype)
@@ -320,26 +322,24 @@ def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> op
 
 
 def describe_error(error: Exception, kind: Any) -> str:
-    """Say an error in one line, in the words of the command that `kind` is the options of."""
+    """Return an error as one line that names the options of `kind` instead of Python arguments."""
     if isinstance(error, OSError) and error.filename:
         return f"{error.strerror}: {str(error.filename)!r}"
     message = as_options(str(error), kind)
     if "not supported by dot_general on CPU" in message:
-        return (
-            f"--param-dtype float16: this model computes what CPUs cannot ({message}); use bfloat16 or float32, or GPUs"
-        )
+        return f"--param-dtype float16: CPUs cannot compute this model ({message}); use bfloat16 or float32, or GPUs"
     return message
 
 
 def as_options(message: str, kind: Any = ShardingOptions) -> str:
-    """Say a message of the library in the words of a command line: `--sync last` for `sync="last"`.
+    """Return a message of the library with arguments written as options: `--sync last` for `sync="last"`.
 
     Args:
-      kind: the dataclass of the command's options, or one of it.
+      kind: the dataclass of the command's options, or an instance.
     """
     names = "|".join(["check_loss", *(field.name for field in dataclasses.fields(kind))])
 
-    def say(found: re.Match[str]) -> str:
+    def to_option(found: re.Match[str]) -> str:
         option, value = spell(found[1]), (found[2] or "").strip("\"'")
         if value in ("True", "False"):
             return option if value == "True" else option.replace("--", "--no-", 1)
@@ -349,4 +349,4 @@ def as_options(message: str, kind: Any = ShardingOptions) -> str:
     message = message.replace("jfsdp.lora", "--lora").replace("jfsdp.quantize", "--quantized")
     message = re.sub(r"compiler_options\['(\w+)'\]", r"--xla \1", message).replace("or None", "or none")
     value = r"\"[^\"\s]+\"|'[^'\s]+'|-?[\w.]*\w(?:[+-]\d+)?"
-    return re.sub(rf"(?<![\w.-])({names})=(?:({value})|(?=[\s,.;:)]|$))", say, message)
+    return re.sub(rf"(?<![\w.-])({names})=(?:({value})|(?=[\s,.;:)]|$))", to_option, message)

@@ -1,4 +1,4 @@
-"""What a resumed run does with another value of each option: one row per option, and what a run is compared by."""
+"""Effect of changed options on a resumed run, and the comparison of a run with its earlier configuration."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ RULES = {
     "refused": "refused",
     "free": "goes on",
 }
-"""Effect of another value than the run had, by rule. An option that a command omits has its default again; with a rule
-that ends in "kept", the value that the run had."""
+"""Effect of a changed option, by rule. An option that the command omits has its default; if its rule ends in "kept", it
+has the run's value."""
 
 
 def options_of(*rules: str) -> tuple[str, ...]:
@@ -29,10 +29,10 @@ def options_of(*rules: str) -> tuple[str, ...]:
 
 
 def what_decides(config: TrainConfig) -> dict[str, Any]:
-    """Return those options that losses depend on by more than rounding, each in one spelling only.
+    """Return the options on which losses depend by more than rounding, each in one spelling.
 
-    What is computed of several (rows per step, the schedule, the fields of the model) `build` adds, and a source what
-    its data are.
+    `build` adds values that follow from several options (rows per step, the schedule, the fields of the model). The
+    source of the data adds its digest.
     """
     plain = ("param_dtype", "reduce_dtype", "opt_state_dtype", "frozen_dtype", "accumulate", "ema", "seed")
     plain += ("learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")
@@ -48,21 +48,21 @@ def what_decides(config: TrainConfig) -> dict[str, Any]:
 
 
 def _lora(fields: Pairs) -> str:
-    from jfsdp.layout.lora import LoRA  # imports JAX, before which a script sets XLA's flags
+    from jfsdp.layout.lora import LoRA  # imports JAX, and a script sets XLA's flags before that
 
     whole = dataclasses.asdict(LoRA(**dict(fields)))
     return str(sorted((name, list(x) if isinstance(x, tuple) else x) for name, x in whole.items()))
 
 
 def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what each setting was and is, by name, where the two differ; nothing if nothing is known of theirs."""
+    """Return [old, new] of each setting that differs, by name; {} if `theirs` is empty."""
     theirs, ours = (json.loads(json.dumps(dict(settings), default=str)) for settings in (theirs, ours))
     names = {**theirs, **ours} if theirs else ()
     return {name: [theirs.get(name), ours.get(name)] for name in names if theirs.get(name) != ours.get(name)}
 
 
 def describe(differing: Mapping[str, Sequence[Any]]) -> str:
-    """Describe differences, with the option that makes up for one."""
+    """Describe differences, with the option that restores the old value if there is one."""
     remedies = {name: f" (this option was removed; use {REMOVED[name][1]})" for name in differing if name in REMOVED}
     if "global_batch" in differing:
         remedies["global_batch"] = f" (--global-batch {differing['global_batch'][0]} keeps it on other devices)"
@@ -71,7 +71,7 @@ def describe(differing: Mapping[str, Sequence[Any]]) -> str:
 
 
 def decided(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decided of a run, with the texts of pairs spelled as `what_decides` and `build` do."""
+    """Return the stored `decides` of a run, with pairs spelled like those of `what_decides` and `build`."""
     theirs = dict(stored.get("decides", {}))
     for name, option in {"rate_scale": "rate_scale", "model_config.fields": "model_config"}.items():
         if theirs.get(name):
@@ -81,11 +81,11 @@ def decided(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def refused(stored: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return what keeps a run from going on, by name: all that decides but what goes on and is said.
+    """Return the differences that prevent resuming a run, by name.
 
     Args:
       stored: the `config.json` of the run, or empty.
-      decides: what the losses depend on now.
+      decides: the current settings on which the losses depend.
     """
     theirs = {name: x for name, x in decided(stored).items() if name not in REMOVED or x != REMOVED[name][0]}
     found, said = differences(theirs, decides), options_of("said, kept", "said")
@@ -93,7 +93,7 @@ def refused(stored: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, 
 
 
 def changed(stored: Mapping[str, Any], decides: Mapping[str, Any], config: TrainConfig) -> dict[str, list[Any]]:
-    """Return what the run goes on with another value of, so that it does so no longer bit for bit."""
+    """Return the differences with which the run continues, but not bit for bit."""
     before, now = read_fields(TrainConfig, stored.get("config", {})), dataclasses.asdict(config)
     rounding = [name for name in options_of("rounding") if name in before]
     was, found = (
