@@ -1,4 +1,4 @@
-"""The way in: from a Flax model, a mesh and a strategy to a sharded model."""
+"""The entry point: makes a sharded model from a Flax model, a mesh and a strategy."""
 
 from __future__ import annotations
 
@@ -48,54 +48,54 @@ def fully_shard(
     frozen: Selectors = None,
     per_unit: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> ShardedModel:
-    """Decide how every parameter of a Flax model is sharded over a mesh. Moves no data and allocates nothing.
+    """Decide how each parameter of a Flax model is sharded over a mesh. Moves no data and allocates no arrays.
 
     Args:
       model: a factory `f(rngs) -> nnx.Module`; an `nnx.Module`, whose weights are kept; or, for Linen, `(module,
         example_inputs)`, or `(module, example_inputs, variables)` to keep weights; or one of these wrapped by
-        `jfsdp.lora`, `jfsdp.quantize` or both. Sharding metadata on its parameters decides nothing without
+        `jfsdp.lora`, `jfsdp.quantize` or both. Sharding metadata on its parameters has no effect without
         `axis_rules`.
       mesh: from `make_mesh`, default all devices on axis `fsdp`; or from `make_abstract_mesh`, for layouts only.
-      strategy: what is split over axis `fsdp`; axis `replica` replicates. A name of `STRATEGIES` or of another library,
-        a DeepSpeed stage, or a `Strategy` of your own.
-      opt_over: the data axes that split optimizer states, and gradients where the strategy splits them; None: `fsdp`.
-        `("replica", "fsdp")` splits them over all devices while parameters stay in groups.
-      units: what is gathered together: module classes, path globs, predicates, `by_size(n)`, `Unit`s; the rest is the
-        root unit, gathered once per step.
-      mp_policy: precision, and the scale of the loss; default none, everything in the dtype of the parameters.
-      offload_policy: what waits in host memory.
-      reshard_after_forward: None: every unit but the root is freed after its forward, where the strategy says so;
-        True, False; n: split n ways over neighbouring devices until the backward; "node": over those of one host.
-      remat: what the backward of a unit recomputes; "none": nothing but what depends only on weights, so that no
+      strategy: what is sharded over axis `fsdp`; axis `replica` replicates. A name of `STRATEGIES` or of another
+        library, a DeepSpeed stage, or a custom `Strategy`.
+      opt_over: the data axes that split the optimizer states, and the gradients if the strategy splits them; None:
+        `fsdp`. `("replica", "fsdp")` splits them over all devices, while parameters are split over `fsdp` only.
+      units: the modules whose parameters are gathered together: classes, path globs, predicates, `by_size(n)`,
+        `Unit`s; all other leaves are the root unit, which is gathered once per step.
+      mp_policy: precision, and the scale of the loss; by default everything is in the dtype of the parameters.
+      offload_policy: what is kept in host memory.
+      reshard_after_forward: None: every unit except the root is freed after its forward, if the strategy reshards;
+        True, False; n: split n ways over neighbouring devices until the backward; "node": over the devices of a host.
+      remat: what the backward of a unit recomputes; "none": only values that depend on nothing but weights, so that no
         gathered weight is saved. See `UnitPolicy`.
       storage: how parameters are gathered and gradients reduced: "per_parameter", each in its own shape; or "flat", the
-        leaves of each unit in one array that one collective moves: for steps of program "manual" (see `train_step`).
-        A state has each leaf by name under both.
+        leaves of a unit in one array with one collective, for steps of program "manual" (see `train_step`).
+        A state has each leaf by name with both.
       placements: by selector (as in `frozen`): `Shard(dim)`, `Replicate()`, `Ignore()` (whole, in its own dtype), a
-        strategy, or a PartitionSpec. One of axes `tensor` and `pipe` only cuts the leaf: a device has one part, in
-        storage and in compute, and the strategy splits the rest. One that names a data axis fixes the leaf's
-        parameters. None undoes an axis rule. A function `f(path, shape)` returns one of these, or None for no
-        placement. Layer dims of a stack do not count. Leaves with fewer than 1024 elements per layer (0 for "flat"
+        strategy, or a PartitionSpec. A spec over axes `tensor` and `pipe` only cuts the leaf: each device has one part,
+        in storage and in compute, and the strategy splits the rest. A spec with a data axis fixes the sharding of the
+        leaf's parameters. None undoes an axis rule. A function `f(path, shape)` returns one of these, or None for no
+        placement. Layer dims of a stack are not counted. Leaves with fewer than 1024 elements per layer (0 for "flat"
         storage) are replicated and never offloaded, unless `jfsdp.placements(min_size=n)` is merged in.
-      axis_rules: tensor parallelism by the model's own sharding metadata: by a name of dims, the mesh axis that cuts
-        them (`{"mlp": "tensor", "embed": None}`, or as pairs). Every name needs a rule.
+      axis_rules: tensor parallelism by the model's sharding metadata: for each dim name, the mesh axis that cuts the
+        dim (`{"mlp": "tensor", "embed": None}`, or as pairs). Every name needs a rule.
       frozen: leaves that are not trained: no gradient, no optimizer state, no reduction. Path globs (of leaves or
         modules), classes of variables, predicates `f(path, shape) -> bool`, or a list of these.
       per_unit: overrides of `mp_policy`, `reshard_after_forward` and `remat` for globs over unit names ("" is the
-        root); globs that match one unit must not contradict each other. An `mp_policy` replaces all of the model's
-        for these units, `frozen_dtype` included, but for `loss_scale`: units share one loss.
+        root); globs that match one unit must not contradict each other. An `mp_policy` replaces the model's policy
+        for these units, including `frozen_dtype`, except for `loss_scale`: units share one loss.
 
     Raises:
       TypeError: for arguments of a wrong type.
-      ValueError: for unknown names, units that match nothing or claim one module twice, contradictions.
+      ValueError: for unknown names, units that match no module or claim one twice, and contradictions.
 
     Warns:
-      LayoutWarning: where memory is lost: no units, large leaves that units share, padding above 1 % of a model that is
-        not small, or weights that axis `tensor` does not cut; and where that axis joins devices of different hosts.
+      LayoutWarning: if memory is wasted: no units, large leaves that units share, padding above 1 % of a model that is
+        not small, or weights that axis `tensor` does not cut; and if that axis joins devices of different hosts.
     """
     wrapped = as_wrapped(model)
     if isinstance(wrapped.model, ShardedModel):
-        raise TypeError("model: a ShardedModel is sharded already; pass the module or the factory that it was made of")
+        raise TypeError("model: a ShardedModel is already sharded; pass the module or factory that it was made from")
     mesh, mp_policy = meshes.make_mesh() if mesh is None else mesh, mp_policy or MixedPrecisionPolicy()
     _check_mesh(mesh)
     with meshes.model_mesh(mesh):
@@ -111,7 +111,7 @@ def fully_shard(
         reshard_after_forward=reshard_after_forward,
         remat=remat,
         per_unit=per_unit,
-        node_size=functools.cache(functools.partial(_node_ways, mesh, strategy)),
+        node_size=functools.cache(functools.partial(_node_size, mesh, strategy)),
     )
     check_offloads(policies, mesh)
     check_aliases(placements, flax_model.params, flax_model.types, flax_model.aliases)
@@ -141,16 +141,16 @@ def fully_shard(
     return ShardedModel(flax_model, layout, mesh, mp_policy.loss_scale or (LossScale() if is_float16 else None))
 
 
-def _node_ways(mesh: Mesh | AbstractMesh, strategy: Strategy) -> int:
-    """Return how many neighbouring devices of one host share a parameter between forward and backward."""
-    ways = math.gcd(meshes.node_size(mesh), math.prod(mesh.shape.get(axis, 1) for axis in strategy.axes("param")))
-    if ways == 1 < meshes.num_data_shards(mesh.shape):
+def _node_size(mesh: Mesh | AbstractMesh, strategy: Strategy) -> int:
+    """Return the number of neighbouring devices of a host that share a parameter between forward and backward."""
+    size = math.gcd(meshes.node_size(mesh), math.prod(mesh.shape.get(axis, 1) for axis in strategy.axes("param")))
+    if size == 1 < meshes.num_data_shards(mesh.shape):
         warn(
             f"reshard_after_forward={NODE!r}: hosts have one device each, so units stay whole from forward to "
             "backward, as with False; pass reshard_after_forward=n to split them over n neighbouring devices",
             LayoutWarning,
         )
-    return ways
+    return size
 
 
 def _check_mesh(mesh: Any) -> None:
@@ -158,15 +158,15 @@ def _check_mesh(mesh: Any) -> None:
     for axis, size in mesh.shape.items():
         if axis not in (*meshes.DATA_AXES, *meshes.MODEL_AXES) and size > 1:
             raise ValueError(
-                f"mesh axis {axis!r} (size {size}): nothing is split over it yet, so its devices would only repeat "
+                f"mesh axis {axis!r} (size {size}): no array is split over it, so its devices would only repeat "
                 f"each other's work; give them to {' or '.join(map(repr, meshes.DATA_AXES))}"
             )
     meshes.row_shares(mesh)
     for axis in meshes.model_axes(mesh):
         if axis != meshes.PIPE and meshes.crosses_hosts(mesh, axis):
             warn(
-                f"mesh axis {axis!r} (size {mesh.shape[axis]}) joins devices of different hosts, and over it "
-                "activations travel in every layer; unless a fast link joins these hosts, take a size that divides the "
-                "devices of one",
+                f"mesh axis {axis!r} (size {mesh.shape[axis]}) joins devices of different hosts, and every layer sends "
+                "activations over it; unless these hosts have a fast link, use a size that divides the number of "
+                "devices per host",
                 LayoutWarning,
             )

@@ -1,4 +1,4 @@
-"""Move a live state into another layout: another mesh shape, strategy or padding, without a disk."""
+"""Moves a live state to another layout, with another mesh, strategy or padding, without a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ from jfsdp.train.update.roles import place
 def reshard(
     state: TrainState, layout: Layout | ShardedModel, *, mesh: Mesh | None = None, donate: bool = False
 ) -> TrainState:
-    """Move a state into another layout of the same model: bitwise, and without a disk.
+    """Move a state to another layout of the same model, bitwise and without a checkpoint.
 
-    Layout:  each array from where the old layout stores it to where the new one does; padding is cut off and put on
-             again along the leaf's dim. The low-precision copy is made anew from the masters.
-    Cost:    on the same devices, nothing for an array that stands there already, else up to an all-gather of it (most
-             where another dim is split). Onto other devices every array goes through the host, one at a time.
-    Memory:  the old state and the new one; and of the one array on its way, up to all of it on every device. With
-             `donate` each old array is freed as soon as it has moved: one state, and that array.
+    Layout:  each array from its sharding in the old layout to its sharding in the new one; padding is removed and
+             added again along the leaf's dim. The low-precision copy is cast again from the masters.
+    Cost:    on the same devices, nothing for an array whose sharding does not change, else up to an all-gather of it
+             (most if another dim is split). To other devices every array goes through the host, one at a time.
+    Memory:  the old state and the new one; of the array being moved, up to all of it on every device. With `donate`
+             each old array is freed as soon as it has moved: one state, and that array.
 
     Args:
-      layout: the new layout, or a `ShardedModel`, whose mesh is then the default too.
-      mesh: with its devices; default those of the state in the same order, in the new layout's shape.
-      donate: give up the old state.
+      layout: the new layout, or a `ShardedModel`, whose mesh is then the default.
+      mesh: a mesh with devices; by default the state's devices in the same order, in the new layout's shape.
+      donate: delete the old state.
 
     Raises:
-      ValueError: if the layouts are of different models, listing names, shapes and dtypes that differ; if the mesh is
-        not of the layout's sizes; or if a state of several processes is to go onto other devices.
+      ValueError: if the layouts are of different models, listing names, shapes and dtypes that differ; if the mesh
+        does not have the layout's sizes; or if a state of several processes is to be moved to other devices.
     """
     check_live("reshard", state)
     if isinstance(layout, ShardedModel):
@@ -67,19 +67,19 @@ def reshard(
 
 
 def _loss_scale(state: TrainState, model: ShardedModel) -> Any:
-    """Keep the loss scale, begin one, or drop it, as the model's precision wants."""
+    """Keep, initialize or drop the loss scale, as the model's precision requires."""
     if model.loss_scale is None or state.loss_scale:
         return state.loss_scale if model.loss_scale else {}
     return jax.device_put(model.loss_scale.init(), state.step.sharding)
 
 
-def _shapes(state: TrainState, which: str) -> TrainState:
-    """Return the `shape` or the `stored_shape` that the layout gives every array, as a state of shapes."""
+def _shapes(state: TrainState, attribute: str) -> TrainState:
+    """Return the `shape` or the `stored_shape` of every array in the layout, as a state of shapes."""
     by_path = state.layout.by_path
     return dataclasses.replace(
         jax.tree.map(lambda x: _shape(x, x.shape), state),
-        params={path: _shape(x, getattr(by_path[path], which)) for path, x in state.params.items()},
-        opt_state=state.roles.map(lambda role, x: _shape(x, getattr(role, which)), state.opt_state),
+        params={path: _shape(x, getattr(by_path[path], attribute)) for path, x in state.params.items()},
+        opt_state=state.roles.map(lambda role, x: _shape(x, getattr(role, attribute)), state.opt_state),
     )
 
 
@@ -88,7 +88,7 @@ def _shape(x: Any, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
 
 
 def _move(x: jax.Array, stored: Any, logical: Any, sharding: NamedSharding, *, same_devices: bool, donate: bool) -> Any:
-    """Move one array; its old buffers are gone afterwards if `donate`."""
+    """Move one array, and delete its old buffers if `donate`."""
     if not same_devices:
         moved = _through_host(x, stored.shape, logical.shape, sharding)
     elif x.shape == stored.shape:
@@ -102,8 +102,8 @@ def _move(x: jax.Array, stored: Any, logical: Any, sharding: NamedSharding, *, s
 
 
 def _fit(x: Any, stored: tuple[int, ...], logical: tuple[int, ...], lib: Any) -> Any:
-    """Cut padding off an array of numpy or of JAX, and put on what the new layout has."""
-    return lib.pad(x[tuple(map(slice, logical))], [(0, n - inside) for n, inside in zip(stored, logical, strict=True)])
+    """Replace the padding of an array of `lib` (NumPy or JAX) by the padding of the new layout."""
+    return lib.pad(x[tuple(map(slice, logical))], [(0, n - size) for n, size in zip(stored, logical, strict=True)])
 
 
 def _through_host(x: jax.Array, stored: tuple[int, ...], logical: tuple[int, ...], sharding: NamedSharding) -> Any:
@@ -113,8 +113,8 @@ def _through_host(x: jax.Array, stored: tuple[int, ...], logical: tuple[int, ...
         return jax.random.wrap_key_data(jax.device_put(np.asarray(data), whole), impl=jax.random.key_impl(x))
     if not x.is_fully_addressable:
         raise ValueError(
-            f"reshard: the state is spread over {jax.process_count()} processes, and onto other devices an array goes "
-            "through the host of one; save it and restore it with like=model.abstract_state(tx)"
+            f"reshard: the state is sharded over {jax.process_count()} processes, but arrays move to other devices "
+            "through the host of one process; save the state and restore it with like=model.abstract_state(tx)"
         )
     host = np.asarray(x)
     return jax.device_put(host if host.shape == stored else _fit(host, stored, logical, np), sharding)
@@ -125,8 +125,8 @@ def _reshape(old: Mesh, layout: Layout) -> Mesh:
     shape = tuple(sizes.get(name, 1) for name in AXES)
     if math.prod(shape) != old.devices.size:
         raise ValueError(
-            f"reshard: the new layout ({summary(layout)}) needs {math.prod(shape)} devices, and the state stands on "
-            f"{old.devices.size}; pass mesh=, with the devices that are to hold it"
+            f"reshard: the new layout ({summary(layout)}) needs {math.prod(shape)} devices, and the state is on "
+            f"{old.devices.size}; pass the new devices as mesh="
         )
     whole = {axis: math.prod(old.shape.get(name, 1) for name in (axis, *SUB_AXES.get(axis, ()))) for axis in AXES}
     mesh = place_devices(outer_first(old.devices, whole), sizes)
@@ -141,8 +141,8 @@ def _check_mesh(mesh: Any, layout: Layout) -> Mesh:
     wanted = {name: size for name, size in split.shape.items() if size > 1}
     if isinstance(mesh, AbstractMesh) or sizes != wanted:
         raise ValueError(
-            f"reshard: the mesh given has axes {sizes or 'of size 1'}, the new layout {wanted or 'of size 1'}; pass "
-            "the mesh, with devices, that the layout was made for"
+            f"reshard: the mesh has axes {sizes or 'of size 1'}, the new layout {wanted or 'of size 1'}; pass the "
+            "mesh, with devices, that the layout was made for"
         )
     return mesh
 

@@ -1,4 +1,4 @@
-"""A model and its layout: the ways to make a state, to take steps, and to evaluate."""
+"""A sharded model: makes states, training steps and evaluations."""
 
 from __future__ import annotations
 
@@ -40,14 +40,15 @@ from jfsdp.train.update.optimizer import ShardedOptimizer
 from jfsdp.train.update.roles import Role
 from jfsdp.train.update.update import Update
 
-# Compiled updates that `apply_gradients` keeps.
-_MOST_UPDATES = 8
+# How many compiled updates `apply_gradients` keeps.
+_MAX_UPDATES = 8
 
 
 @checked
 class ShardedModel:
-    """A model and its layout. The arrays are in the `TrainState` that `init` returns; a model given as an instance is
-    kept too, for as long as this object lives.
+    """A model and its layout, without arrays.
+
+    The arrays are in the `TrainState` that `init` returns. An instance passed as the model is kept as well.
     """
 
     def __init__(self, model: FlaxModel, layout: Layout, mesh: Mesh | AbstractMesh, loss_scale: LossScale | None):
@@ -63,10 +64,10 @@ class ShardedModel:
         return f"ShardedModel({root}, {describe_mesh(self.layout)}: {counted})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a call: the arrays are in a state."""
+        """Raise: a ShardedModel has no arrays."""
         raise TypeError(
-            "a ShardedModel has no arrays, and is not called: model.forward(lambda model, x: model(x))(state, x) "
-            "evaluates it, and a loss function calls the model that it is given"
+            "a ShardedModel has no arrays and cannot be called; evaluate it with model.forward(lambda model, x: "
+            "model(x))(state, x); in a loss function call the model that it receives"
         )
 
     def abstract_state(self, tx: optax.GradientTransformation) -> TrainState:
@@ -74,14 +75,14 @@ class ShardedModel:
         return states.abstract_state(self._optimizer(tx), self.model.state, self.loss_scale)
 
     def init(self, tx: optax.GradientTransformation, seed: Seed = 0) -> TrainState:
-        """Make the first state, born sharded: the same seed gives the same bits on every mesh and strategy.
+        """Make the first state, created sharded: one seed gives the same bits for every mesh and strategy.
 
-        Layout:  each leaf directly as its `param` stage says.
-        Memory:  a device computes its part of each leaf only. A model given as an instance keeps its weights; they are
-                 moved from where they are.
+        Layout:  each leaf directly in the layout of its `param` stage.
+        Memory:  a device computes only its shard of each leaf. The weights of a model passed as an instance are moved
+                 from their devices.
 
         Raises:
-          ValueError: for an instance without weights, as `nnx.eval_shape` makes it.
+          ValueError: for an instance without weights, such as `nnx.eval_shape` makes.
         """
         if isinstance(self.mesh, AbstractMesh):
             raise ValueError("init: the mesh has no devices; build the model on jfsdp.make_mesh()")
@@ -100,15 +101,15 @@ class ShardedModel:
     def init_from(
         self, tx: optax.GradientTransformation, params: Mapping[str, jax.Array], seed: Seed = 0
     ) -> TrainState:
-        """Make the first state around parameters that are on the devices already; they are given up.
+        """Make the first state from parameters that are on the devices; they are donated.
 
-        Layout:  each leaf in its stored shape, as its `param` stage says (`leaf_shapes`).
+        Layout:  each leaf in its stored shape, in the layout of its `param` stage (`leaf_shapes`).
         Memory:  the state; no second copy of the parameters.
 
         Args:
-          params: by name, every leaf; parts of adapters may be left out, all or none, and are made as `init` does, as
-            are numbers of layers.
-          seed: of the rest of the model's state (rng keys).
+          params: every leaf, by name. The parts of adapters may be left out, all or none, and so may numbers of layers;
+            they are then made as in `init`.
+          seed: seed of the model's other state (rng keys).
 
         Raises:
           ValueError: listing the parameters that are missing, unknown, or of another shape or dtype; as `init`.
@@ -126,18 +127,16 @@ class ShardedModel:
         make = functools.partial(states.make_state, self._optimizer(tx), loss_scale=self.loss_scale)
         made = jax.jit(make, out_shardings=self._shardings(tx), donate_argnums=0)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # those that are cut
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # of leaves that are cut
             return made(dict(params), jax.device_put(model_state, self._whole()))
 
     def adopt(self, state: TrainState, tx: optax.GradientTransformation) -> TrainState:
-        """Go on from a state of the same model that trained other leaves, or with another optimizer; it is given up.
+        """Continue from a state of the same model with other trained leaves or another optimizer; it is donated.
 
-        Adapters that the state has not are made as `init` makes them, beside the weights that it has.
+        Adapters that the state lacks are made as in `init`. Arrays of the optimizer's state with the same name, shape
+        and dtype are kept (moments, the count of updates); new ones are initialized by `tx.init`, and others dropped.
 
-        Of the optimizer's state, what has the same name, shape and dtype is kept (moments, the count of updates); what
-        is new is as `tx.init` makes it, and what `tx` has no place for is dropped.
-
-        Layout:  as `init`; parameters and what is kept stand there already, where only frozen leaves differ.
+        Layout:  as `init`; no array moves if only frozen leaves differ.
         Memory:  the state, and for a moment the old optimizer's state.
 
         Raises:
@@ -149,8 +148,8 @@ class ShardedModel:
         wanted = {path: x for path, x in wanted.items() if path in leaves or path not in added}
         if lines := _differences(leaves, wanted, ("the state stores", "this model")):
             raise ValueError(
-                f"adopt takes a state of the same model on the same mesh, and adds adapters; of this state leaves are\n"
-                f"{lines}\n  first move it, by jfsdp.checkpoint.reshard, to one that stores as this model does"
+                f"adopt: the state differs from this model in leaves other than adapters:\n{lines}\n  first move it to "
+                "a layout of this model with jfsdp.checkpoint.reshard"
             )
         fresh = self.init_from(tx, {path: jax.device_put(leaves[path], x.sharding) for path, x in wanted.items()})
         kept = dict(zip((role.name for role in state.roles.arrays), jax.tree.leaves(state.opt_state)))
@@ -169,18 +168,18 @@ class ShardedModel:
         )
 
     def leaf_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the leaves as they are stored one by one: shape, dtype and sharding."""
+        """Return the stored shape, dtype and sharding of every leaf, by name."""
         return {leaf.path: self.layout.abstract(self.mesh, leaf, "param") for leaf in self.layout.leaves}
 
     def adapter_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return those of `leaf_shapes` that are parts of low-rank adapters."""
+        """Return the part of `leaf_shapes` that belongs to low-rank adapters."""
         parts = part_shapes(self.model.adapters)
         return {name: shape for name, shape in self.leaf_shapes().items() if name in parts}
 
     def trained_arrays(self, state: TrainState) -> dict[str, np.ndarray]:
-        """Return the leaves of a state that are trained, whole, on the host.
+        """Return the trained leaves of a state, gathered, as NumPy arrays.
 
-        Cost:    one all-gather of each that is split. With several processes each calls it.
+        Cost:    one all-gather per sharded leaf. Every process must call it.
         """
         check_state(state, self.layout, self.loss_scale)
         leaves = state.params
@@ -188,7 +187,7 @@ class ShardedModel:
         return {name: np.asarray(self._whole_leaf(leaves[name], shape)) for name, shape in shapes.items()}
 
     def _first_adapters(self, params: Mapping[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
-        """Make what is not given of the adapters of parameters on the devices, as `init` makes them."""
+        """Make the missing leaves of adapters of parameters that are on the devices, as in `init`."""
         adapters, parts = self.model.adapters, self.adapter_shapes()
         missing = {*layer_shapes(adapters)} | ({*parts} if not parts.keys() & params.keys() else set())
         if not missing - params.keys():
@@ -207,7 +206,7 @@ class ShardedModel:
         return jax.jit(make, out_shardings={path: x.sharding for path, x in shapes.items()})(adapted, seed)
 
     def lower_init(self, tx: optax.GradientTransformation) -> Any:
-        """Lower `init` of a model given as a factory; the devices of a deviceless topology will do."""
+        """Lower `init` of a model passed as a factory. Accepts the devices of a deviceless topology."""
         check_lowers(self.mesh)
         return self._compile_init(tx).lower(jax.ShapeDtypeStruct((), jax.numpy.int32))
 
@@ -246,14 +245,14 @@ class ShardedModel:
         """Make the training step `state, metrics = step(state, batch)`.
 
         Args:
-          loss_fn: `f(model, batch)` with the user's model as they wrote it. Returns a scalar, the mean over the
-            rows that it is given, or with metrics `scalar, aux`; or a `Loss`, a sum with its weight. This decides the
-            step's program (see `StepConfig`), and with `accumulate` a scalar is the mean of the microbatches' means.
-          tx: any optax transformation whose state `init` was given.
+          loss_fn: `f(model, batch)`, with the user's unmodified model. Returns a scalar, the mean over the rows that it
+            receives, or `scalar, aux` with metrics; or a `Loss`, a sum with its weight. The form decides the program of
+            the step (see `StepConfig`). With `accumulate`, a scalar is the mean of the microbatches' means.
+          tx: any optax transformation; the same one as in `init`.
           max_grad_norm, skip_nonfinite, compiler_options, check_loss, and all others: see `StepConfig`.
 
         Raises:
-          ValueError: for an optimizer or a reduction that this layout cannot have.
+          ValueError: for an optimizer or options that this layout does not support.
         """
         accumulate, pipe_repeats = int(accumulate), int(pipe_repeats)
         return TrainStep(self.apply, loss_fn, tx, StepConfig.of(locals()), self.loss_scale)
@@ -262,33 +261,33 @@ class ShardedModel:
         return ShardedOptimizer(self.engine, self.model.tree, tx)
 
     def forward(self, fn: Callable[..., Any], *, donate: Sequence[Size] = ()) -> Callable[..., Any]:
-        """Compile `fn(model, *inputs)` for a state: returns `f(state, *inputs)`. For evaluation and generation.
+        """Compile `fn(model, *inputs)` to a function `f(state, *inputs)`, for evaluation and generation.
 
-        Layout:  inputs as they come; outputs as XLA leaves them. With several processes, an input that is not a global
-                 array is the same in all of them; rows of each process's own go through `TrainStep.shard_batch` first.
-        Cost:    every unit is gathered once per call of the unit. State that the model changes is dropped. With several
-                 processes, the first call compares inputs that have dims and are not global arrays.
+        State that the model changes is dropped.
+
+        Layout:  inputs in any sharding; outputs as XLA shards them. With several processes, inputs that are not global
+                 arrays must be equal in all processes; make a global batch of local rows with `TrainStep.shard_batch`.
+        Cost:    each unit is gathered once per call. With several processes, the first call compares the inputs that
+                 have dims and are not global arrays.
 
         Args:
-          donate: which of the inputs, counted from 0, are given up: their memory is that of outputs like them.
+          donate: indices of the inputs, counted from 0, whose memory outputs may reuse.
 
         Raises:
-          ValueError: for places in `donate` that no input has; in every process, if an input that is to be the same in
-            all differs between them.
+          ValueError: for indices in `donate` without an input; in every process, if an input that is not a global array
+            differs between processes.
         """
 
         def run(state: TrainState, *inputs: Any) -> Any:
             if not isinstance(state, TrainState):
-                raise TypeError(
-                    f"the state given is a {type(state).__name__}; an evaluation is called f(state, *inputs)"
-                )
+                raise TypeError(f"the state given is a {type(state).__name__}; call an evaluation as f(state, *inputs)")
             check_sharding(state, self.layout)
             check_donated(donate, len(inputs))
             with model_mesh(self.mesh):
                 return self.apply(fn, state.source, state.model_state, *inputs)[0]
 
-        given_up = tuple(place + 1 for place in donate)
-        compiled = jax.jit(run, compiler_options=compiler_options(self.mesh), donate_argnums=given_up)
+        argnums = tuple(index + 1 for index in donate)
+        compiled = jax.jit(run, compiler_options=compiler_options(self.mesh), donate_argnums=argnums)
         first_checks = [compare_inputs] if spans_run(self.mesh) else []
 
         def call(state: TrainState, *inputs: Any) -> Any:
@@ -313,10 +312,10 @@ class ShardedModel:
         pipe_schedule: str | Schedule = "1f1b",
         pipe_repeats: Count = 1,
     ) -> GradStep:
-        """Make the gradients of a loss for a loop of one's own: `state, grads, metrics = grads_fn(state, batch)`.
+        """Make a gradient function for a custom training loop: `state, grads, metrics = grads_fn(state, batch)`.
 
         Args:
-          skip_nonfinite: leave the model's other state as it was where the loss or a gradient is not finite.
+          skip_nonfinite: keep the model's other state unchanged if the loss or a gradient is not finite.
           loss_fn, and all others: as in `train_step`.
         """
         accumulate, pipe_repeats = int(accumulate), int(pipe_repeats)
@@ -331,19 +330,18 @@ class ShardedModel:
         skip_nonfinite: bool = False,
         **extra: Any,
     ) -> TrainState:
-        """Update a state with gradients; the state given is donated, the gradients are not.
+        """Update a state with gradients. The state is donated, the gradients are not.
 
         Args:
-          grads: a tree like the one that `grads` returns, in stored or logical shapes; those of frozen leaves are left
-            out.
-          tx: the optimizer that `init` was given. The update is compiled once for each: make it outside the loop.
-          skip_nonfinite: leave the state as it was (but for `step` and `num_skipped`) where a gradient is not finite.
-          extra: what `tx.update` takes besides, by name: arrays and numbers, the same in every process, are traced,
-            anything else is static.
+          grads: a tree like the one that `grads` returns, in stored or logical shapes, without frozen leaves.
+          tx: the optimizer passed to `init`. The update is compiled once per optimizer: make it outside the loop.
+          skip_nonfinite: keep the state unchanged (except `step` and `num_skipped`) if a gradient is not finite.
+          extra: extra arguments of `tx.update`, by name. Arrays and numbers, equal in every process, are traced; other
+            values are static.
 
         Raises:
-          ValueError: naming the parameter whose gradient is missing or of another shape, or what `tx` would ignore of
-            `extra`; for the state of another tx.
+          ValueError: naming a parameter whose gradient is missing or of another shape, or an argument in `extra` that
+            `tx` would ignore; for the state of another `tx`.
         """
         check_state(state, self.layout, self.loss_scale)
         named = named_gradients(self.layout, self.mesh, self.model.tree, grads)
@@ -351,10 +349,13 @@ class ShardedModel:
         arrays = {name: x for name, x in extra.items() if isinstance(x, kinds) and not isinstance(x, bool)}
         static = {name: x for name, x in extra.items() if name not in arrays}
         if not all(isinstance(x, Hashable) for x in static.values()):
-            raise ValueError(f"apply_gradients: {', '.join(static)}: what is no array must be hashable, as a tuple is")
+            raise ValueError(
+                f"apply_gradients: {', '.join(static)}: a value that is not an array must be hashable; pass a tuple "
+                "instead of a list"
+            )
         key = tx, skip_nonfinite, tuple(sorted(arrays)), tuple(sorted(static.items()))
         if key not in self._apply_steps:
-            while len(self._apply_steps) >= _MOST_UPDATES:
+            while len(self._apply_steps) >= _MAX_UPDATES:
                 self._apply_steps.pop(next(iter(self._apply_steps)))
             update = Update(self._optimizer(tx), self.loss_scale, skip_nonfinite)
             self._apply_steps[key] = ApplyStep(update, static)
@@ -363,11 +364,12 @@ class ShardedModel:
     def to_flax(self, state: TrainState) -> Any:
         """Return the plain model with the weights of a state: an `nnx.Module`, or the variables of a Linen module.
 
+        The arrays are copies, so the state can be trained further.
+
         Layout:  [D+pad/axes F] -> [D F] on the first device of this process, in the dtype at rest;
-                 matrices with an adapter in the dtype that the model makes them in.
-        Cost:    one all-gather per parameter, one after another. With several processes each calls it.
-        Memory:  the whole model on that device; of one parameter at a time, all of it on every device. The arrays are
-                 copies: the state may be trained on.
+                 matrices with an adapter in the dtype in which the model makes them.
+        Cost:    one all-gather per parameter, one after another. Every process must call it.
+        Memory:  the whole model on that device, and one whole parameter at a time on every device.
         """
         check_state(state, self.layout, self.loss_scale)
         params = {path: self._whole_leaf(x, self.layout.by_path[path].shape) for path, x in state.params.items()}
@@ -379,18 +381,18 @@ class ShardedModel:
 
 
 def _check_values(arrays: Any) -> None:
-    """Refuse shapes in place of arrays."""
+    """Check that arrays have values."""
     for path, x in jax.tree_util.tree_leaves_with_path(arrays):
         if isinstance(x, jax.ShapeDtypeStruct):
             name = jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
             raise ValueError(
-                f"{name}: was given as a shape without values, as nnx.eval_shape makes it; give fully_shard what makes "
-                "the model, such as lambda rngs: Net(rngs)"
+                f"{name}: is a shape without values, such as nnx.eval_shape makes; pass fully_shard a factory of the "
+                "model, such as lambda rngs: Net(rngs)"
             )
 
 
 def _differences(given: Mapping[str, Any], wanted: Mapping[str, Any], owners: tuple[str, str]) -> str:
-    """List how leaves differ from those that a model stores: in names, dtypes and shapes; "": not at all."""
-    there, here = ({path: f"{x.dtype}{list(x.shape)}" for path, x in of.items()} for of in (given, wanted))
+    """List the differences of leaves from a model's in names, dtypes and shapes; "" if there are none."""
+    found, expected = ({path: f"{x.dtype}{list(x.shape)}" for path, x in tree.items()} for tree in (given, wanted))
     kinds = ("unknown to the model", "missing", "of another shape or dtype")
-    return list_differences(there, here, owners=owners, kinds=kinds)
+    return list_differences(found, expected, owners=owners, kinds=kinds)

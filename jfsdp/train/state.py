@@ -1,4 +1,4 @@
-"""The training state: what is kept between steps, and how it is born sharded."""
+"""The training state, its shardings, and its initialization."""
 
 from __future__ import annotations
 
@@ -28,20 +28,18 @@ from jfsdp.train.update.roles import Roles
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Everything that a step reads and writes. A pytree; its arrays are by logical name wherever they have one.
+    """All arrays that a step reads and writes, as a pytree.
 
     Attributes:
-      step: int32 scalar; how many steps were taken, skipped ones included.
-      params: the master parameters by name, in their stored shape (logical, or padded along the split dim); or
-        the arrays at rest that hold several of them, by the array's name. So `work`.
-      work: the low-precision copy at rest by name, for strategies that keep one; else empty.
-      opt_state: what `tx.init` returned for the trained parameters in the model's own tree, its arrays in their stored
-        shape: one for each leaf, in every storage form.
+      step: int32 scalar; the number of steps taken, including skipped ones.
+      params: the master parameters by name, in their stored shapes (logical, or padded along the split dim).
+      work: the low-precision copy at rest by name, for strategies that keep one; otherwise empty.
+      opt_state: the result of `tx.init` for the trained parameters in the model's own tree, in stored shapes.
       model_state: the model's other state by name (batch statistics, rng keys and counts).
-      num_skipped: int32 scalar; how many steps were skipped for non-finite gradients.
-      loss_scale: the loss scale of float16 training; else empty.
+      num_skipped: int32 scalar; the number of steps skipped for non-finite gradients.
+      loss_scale: the loss scale of float16 training; otherwise empty.
       layout: how the parameters are sharded; static.
-      roles: what each array of `opt_state` is and how it is sharded; static.
+      roles: role and sharding of each array of `opt_state`; static.
     """
 
     step: jax.Array
@@ -59,7 +57,7 @@ class TrainState:
         is_sharded = [
             isinstance(x, jax.Array | jax.ShapeDtypeStruct) and not isinstance(x, core.Tracer) for x in arrays
         ]
-        if not all(is_sharded):  # within a transform, or mapped to something else
+        if not all(is_sharded):  # inside a transform, or mapped to other leaves
             return f"TrainState({len(arrays)} arrays)"
         if isinstance(self.step, jax.Array):
             step = "donated" if self.step.is_deleted() else f"step={int(self.step)}"
@@ -71,22 +69,22 @@ class TrainState:
 
     @property
     def mesh(self) -> Any:
-        """The mesh that its arrays are sharded over."""
+        """The mesh over which its arrays are sharded."""
         return self.step.sharding.mesh  # type: ignore[attr-defined]
 
     @property
     def source(self) -> Arrays:
-        """The parameters from which compute gathers: the work copy where there is one, else the master."""
+        """The parameters that units gather: the low-precision copy if there is one, else the master."""
         return {**self.params, **self.work}
 
 
 def make_state(
     optimizer: ShardedOptimizer, params: Arrays, model_state: Arrays, loss_scale: LossScale | None = None
 ) -> TrainState:
-    """Build the first state from leaves of stored shape; call it inside `jit` with `state_shardings`.
+    """Build the first state from leaves in stored shapes, inside a `jit` with `state_shardings`.
 
-    Layout:  parameters as they come -> [D/axes F] each.
-    Memory:  XLA computes each leaf where it will stand: no device need hold a whole leaf.
+    Layout:  parameters in any layout -> [D/axes F] each.
+    Memory:  XLA computes each shard on its device: no device needs memory for a whole leaf.
     """
     engine = optimizer.engine
     stored = engine.constrain(params, "param")
@@ -104,9 +102,9 @@ def make_state(
 
 
 def make_work(engine: Engine, params: Arrays) -> Arrays:
-    """Cast the masters and gather them into the copy that strategies with a finer optimizer keep at rest.
+    """Make the low-precision copy from the masters, for strategies that split the optimizer finer than parameters.
 
-    Layout:  [D/all F] master dtype -> [D F] (or [D/group F]) in `param_dtype`; nothing where no copy is kept.
+    Layout:  [D/all F] master dtype -> [D F] (or [D/group F]) in `param_dtype`; no arrays without such a copy.
     Cost:    one all-gather of the cast shards.
     """
     leaves = [leaf for leaf in engine.layout.leaves if leaf.has_work and leaf.path in params]
@@ -115,7 +113,7 @@ def make_work(engine: Engine, params: Arrays) -> Arrays:
 
 
 def with_work(state: TrainState, like: TrainState) -> TrainState:
-    """Give a state the low-precision copy that `like` has: it is a function of the masters.
+    """Return a state with the low-precision copy that `like` has, computed from the masters.
 
     Layout, Cost: as `make_work`.
     """
@@ -127,18 +125,18 @@ def with_work(state: TrainState, like: TrainState) -> TrainState:
     return dataclasses.replace(state, work={path: work[path] for path in like.work})
 
 
-def check_live(what: str, state: TrainState) -> None:
-    """Refuse a state of shapes.
+def check_live(caller: str, state: TrainState) -> None:
+    """Check that a state has arrays.
 
     Raises:
-      ValueError: naming who was given it.
+      ValueError: naming the caller, for a state of shapes.
     """
     if not isinstance(state.step, jax.Array):
-        raise ValueError(f"{what}: the state holds shapes only; pass one that init or restore returned")
+        raise ValueError(f"{caller}: the state has shapes only; pass a state that init or restore returned")
 
 
 def trainable(layout: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the part that the optimizer sees: floating leaves that are not frozen."""
+    """Return the values of trained leaves: floating and not frozen."""
     return {path: value for path, value in values.items() if layout.by_path[path].trainable}
 
 
@@ -159,18 +157,17 @@ def state_shardings(layout: Layout, mesh: Any, abstract_state: TrainState) -> Tr
 
 
 def state_memories(state: TrainState) -> TrainState:
-    """Return the memory of every array of a state, as a state.
+    """Return the memory kind of every array of a state, as a state.
 
-    Shardings do not say it everywhere: on devices of a topology JAX (0.10.2, 0.12) drops the memory from them.
+    Shardings may lack it: JAX (0.10.2, 0.12) drops the memory kind on devices of a topology.
     """
     layout = state.layout
 
     def stage(values: Mapping[str, Any], name: str) -> dict[str, Any]:
         return {path: layout.by_path[path].stage(name).memory for path in values}
 
-    here = jax.tree.map(lambda _: DEVICE, state)
     return dataclasses.replace(
-        here,
+        jax.tree.map(lambda _: DEVICE, state),
         params=stage(state.params, "param"),
         work=stage(state.work, "work"),
         opt_state=state.roles.map(lambda role, _: role.memory, state.opt_state),
@@ -190,7 +187,7 @@ def abstract_state(
 
 
 def array_bytes(x: Any) -> int:
-    """Return the bytes that one device holds of a sharded array or shape; rng keys count as their data."""
+    """Return the bytes per device of a sharded array or shape; rng keys count as their data."""
     if is_key(x):
         x = jax.eval_shape(jax.random.key_data, x)
         return math.prod(x.shape) * x.dtype.itemsize

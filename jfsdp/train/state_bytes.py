@@ -1,4 +1,4 @@
-"""How many bytes of state a device holds, and of what: counted on shapes and shardings, so it needs no devices."""
+"""Bytes of state per device, by part, computed from shapes and shardings; needs no devices."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from jfsdp.train.state import TrainState, array_bytes, state_memories
 
 @dataclasses.dataclass(frozen=True)
 class StateBytes:
-    """Bytes per device of a training state: in the device's memory, and apart from them in the host's.
+    """Bytes per device of a training state, in the device's memory and in the host's.
 
     Attributes:
       params, work, opt: the masters, the low-precision copies, the optimizer's arrays that belong to a parameter.
-      counters: step counts, the optimizer's scalars and anything else that belongs to no parameter.
+      counters: step counts, the optimizer's scalars and other arrays that belong to no parameter.
       model_state: the model's other state.
-      host_params, host_work, host_opt: what is offloaded of params, work and opt, and not counted there.
+      host_params, host_work, host_opt: the offloaded parts, which params, work and opt do not include.
       padding: the part of params, work and opt that is padding, averaged over devices; in both memories.
-      replicated: the part of params, work and opt that every device holds whole; in both memories.
-      checkpoint: of all devices, what a checkpoint of a run holds: without what is frozen where there are adapters.
+      replicated: the part of params, work and opt that is whole on every device; in both memories.
+      checkpoint: size of a run's checkpoint, for all devices together: with adapters, without frozen leaves.
       by_leaf: params + work + opt of each leaf.
       host_by_leaf: host_params + host_work + host_opt of each leaf.
     """
@@ -46,12 +46,12 @@ class StateBytes:
 
     @property
     def total(self) -> int:
-        """Bytes in the memory of the device."""
+        """Bytes in device memory."""
         return self.params + self.work + self.opt + self.counters + self.model_state
 
     @property
     def host_total(self) -> int:
-        """Bytes in the memory of the host, for one device."""
+        """Bytes in host memory, per device."""
         return self.host_params + self.host_work + self.host_opt
 
 
@@ -67,7 +67,7 @@ _KINDS = {"opt_state": "opt", "step": "counters", "num_skipped": "counters", "lo
 
 
 def account(state: TrainState) -> StateBytes:
-    """Count a state, or `model.abstract_state(tx)`."""
+    """Count the bytes of a state, or of `model.abstract_state(tx)`."""
     layout, memories = state.layout, jax.tree.leaves(state_memories(state))
     count: dict[str, int] = dict.fromkeys((*_PARTS, *_HOST_PARTS, "padding", "replicated", "checkpoint"), 0)
     by_leaf = {memory: {leaf.path: 0 for leaf in layout.leaves} for memory in (DEVICE, HOST)}
@@ -102,7 +102,7 @@ def _padding(leaf: Leaf, size: int) -> int:
 
 
 def explain_to_dict(state: TrainState) -> dict[str, Any]:
-    """Return the layout and the bytes of a state as plain data that `json` writes."""
+    """Return the layout and the bytes of a state as plain data for JSON."""
     table, count = layout_to_dict(state.layout), account(state)
     for row in table["leaves"]:
         row["param_bytes_per_device"] = row["bytes_per_device"]

@@ -179,7 +179,7 @@ def test_a_model_is_wrapped_once_by_each_function_in_either_order():
     refuses(lambda: jfsdp.quantize(both, codes), "jfsdp.quantize already", "all codecs in one call")
     refuses(lambda: jfsdp.lora(Tower, []), "loras is empty")
     refuses(lambda: jfsdp.quantize(Tower, {}), "codecs is empty")
-    refuses(lambda: jfsdp.fully_shard(jfsdp.lora(jfsdp.fully_shard(Tower), one)), "is sharded already", error=TypeError)
+    refuses(lambda: jfsdp.fully_shard(jfsdp.lora(jfsdp.fully_shard(Tower), one)), "is already sharded", error=TypeError)
 
 
 FROZEN_BFLOAT16 = jfsdp.MixedPrecisionPolicy(frozen_dtype="bfloat16")
