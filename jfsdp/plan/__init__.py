@@ -1,7 +1,7 @@
-"""What a run will cost on a cluster: compiled without it, read from the scheduled program.
+"""Predict memory, communication and time of a step on a cluster, from its compiled program, without the cluster.
 
-`make_plan(step, batch, cluster)` plans a step of any model; `make_bound` returns lower bounds without a
-compiler. See docs/plan.md.
+`make_plan(step, batch, cluster)` plans a step of any model. `make_bound` returns lower bounds without a compiler. See
+docs/plan.md.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""Advise changes of a job that use the memory its plan leaves free, or need less. Compiles nothing."""
+"""Suggest options that use a job's free memory, or that reduce its memory. Compiles nothing."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from jfsdp.train.step.loss import as_loss
 from jfsdp.trainer.options import StepOptions
 
 _BY_ROWS = ("activations", "logits", "attention", "compute", "workspace", "batch")
-_ROOM = 0.9  # the part of the limit that an estimate may take
-_WAITING = 0.02  # the part of a step from which waiting for communication is worth memory
-_WORTH = 0.97  # a change must leave at most this part of the memory
+_MAX_USED_SHARE = 0.9  # of the limit, for an estimate
+_MIN_EXPOSED_SHARE = 0.02  # of a step: above it, less communication is worth more memory
+_MAX_REMAINING_SHARE = 0.97  # of the memory, after a change that is worth suggesting
 _MAX_DOUBLINGS = 10
 
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """A change of a job's options, and about how much memory its step would need then.
+    """A change of a job's options, and the estimated memory of its step after it.
 
     Attributes:
-      changes: new values by field of `StepOptions`, and of `nodes`. They include those of the advice before it where
-        the job does not fit.
-      needed_bytes: per GPU, estimated: the state by its layout, values saved for the backward by a trace, gradients in
-        proportion to their shards, and of the plan's other parts those in proportion that grow with the rows.
+      changes: new values by field of `StepOptions`, and of `nodes`. If the job does not fit, they include the previous
+        advice's changes.
+      needed_bytes: estimate per GPU. The state follows from its layout, and saved activations from a trace. Gradients
+        are scaled by their shards, and the plan's other parts by the rows if they grow with them.
       parts: the parts of the memory that change, as text.
     """
 
@@ -48,8 +48,8 @@ def advise_job(options: StepOptions, cluster: Cluster, limit_bytes: int, known: 
     """Return changes that use a GPU's memory if half of it is free, or that make a job fit, in the order to try them.
 
     Args:
-      limit_bytes: of a GPU's memory, for the step.
-      known: the plan of the job; or its bound, from which only changes of the state are considered.
+      limit_bytes: GPU memory that the step may use.
+      known: the plan of the job, or its bound. With a bound only changes of the state are considered.
     """
     plan = known if isinstance(known, Plan) else None
     needed_bytes = known.needed_bytes if isinstance(known, Plan) else known.state_bytes
@@ -60,12 +60,12 @@ def advise_job(options: StepOptions, cluster: Cluster, limit_bytes: int, known: 
 
 
 def saved_bytes(options: StepOptions, devices: Any) -> int:
-    """Return the bytes per device of what a microbatch's forward saves for its backward. Traces, and allocates nothing.
+    """Return the bytes per device that a microbatch's forward saves for its backward, without parameters.
 
-    Parameters do not count. Each device is taken to have an equal part of the rest.
+    Traces the step and allocates nothing. The saved values are assumed to be split evenly over the devices.
 
     Args:
-      devices: of `topology_devices(cluster)`: a model may choose its attention by their platform.
+      devices: from `topology_devices(cluster)`. A model may choose its attention by their platform.
     """
     planned = shard_planned(options, devices)
     layout, state = planned.model.layout, planned.step.abstract_state()
@@ -86,7 +86,7 @@ def saved_bytes(options: StepOptions, devices: Any) -> int:
 
 
 class _Estimate:
-    """About what a job needs after changes of its options."""
+    """Estimates the memory of a job after changes of its options."""
 
     def __init__(self, options: StepOptions, cluster: Cluster, plan: Plan | None, needed_bytes: int) -> None:
         self.options, self.cluster, self.plan, self.needed_bytes = options, cluster, plan, needed_bytes
@@ -94,7 +94,7 @@ class _Estimate:
         self._saved: dict[Any, int] = {}
 
     def after(self, changes: dict[str, Any]) -> int | None:
-        """Estimate the bytes per device; None where training would refuse the changes."""
+        """Estimate the bytes per device; None if training would refuse the changes."""
         changes = dict(changes)
         cluster = dataclasses.replace(self.cluster, nodes=changes.pop("nodes", self.cluster.nodes))
         options = dataclasses.replace(self.options, **changes)
@@ -124,7 +124,7 @@ def _grad_bytes(layout: Layout) -> int:
 
 
 def _rows(options: StepOptions, cluster: Cluster) -> float:
-    """Return the rows of a microbatch per device; where the model is cut, a device has a part of each at best."""
+    """Return the rows of a microbatch per device, divided by the size of axis `tensor`: its smallest share of each."""
     tensor = mesh_sizes(options.mesh, cluster.num_devices).get("tensor", 1)
     return options.batch_per_device / options.accumulate / tensor
 
@@ -136,13 +136,13 @@ def _use(estimate: _Estimate, limit_bytes: int) -> Iterator[Advice]:
 
     def advice(changes: dict[str, Any], parts: str) -> Iterator[Advice]:
         needed = estimate.after(changes)
-        if needed is not None and needed <= _ROOM * limit_bytes:
+        if needed is not None and needed <= _MAX_USED_SHARE * limit_bytes:
             yield Advice(changes, needed, parts)
 
     if options.remat == "full" and not plan.pipeline:
         yield from advice({"remat": "dots"}, "no matrix product is computed twice")
     by_rows = sum(plan.memory.parts[name] for name in _BY_ROWS)
-    times = (_ROOM * limit_bytes - plan.needed_bytes + by_rows) / max(by_rows, 1)
+    times = (_MAX_USED_SHARE * limit_bytes - plan.needed_bytes + by_rows) / max(by_rows, 1)
     if options.accumulate > 1 and not plan.pipeline:
         yield from advice({"accumulate": 1}, "fewer gathers and larger matrix products")
     elif times >= 2:
@@ -150,21 +150,22 @@ def _use(estimate: _Estimate, limit_bytes: int) -> Iterator[Advice]:
         yield from advice({"batch_per_device": rows}, "larger matrix products")
     clock, kept = plan.timeline, {"reshard_after_forward": False}
     is_resharded = options.reshard_after_forward is None and plan.layout.strategy.axes("param")
-    if is_resharded and clock.exposed_s > _WAITING * clock.step_s and not plan.pipeline:
+    if is_resharded and clock.exposed_s > _MIN_EXPOSED_SHARE * clock.step_s and not plan.pipeline:
         whole = sum(plan.layout.stage_bytes(leaf, "use") for leaf in plan.layout.leaves)
-        if (needed := plan.needed_bytes + whole) <= _ROOM * limit_bytes:
+        if (needed := plan.needed_bytes + whole) <= _MAX_USED_SHARE * limit_bytes:
             yield Advice(kept, needed, "parameters are gathered once a microbatch")
 
 
 def _reduce(estimate: _Estimate, limit_bytes: int) -> list[Advice]:
-    """Return changes that need less memory, each with those before it, up to the first that fits; if that offloads
-    something, also how many nodes do without.
+    """Return cumulative changes that reduce memory, up to the first that fits.
+
+    If it offloads something, also return the number of nodes that fit the job without offloading.
     """
     found: list[Advice] = []
     before, needed = {}, estimate.needed_bytes
-    for changes, parts in _cures(estimate):
+    for changes, parts in _reductions(estimate):
         after = estimate.after(before | changes)
-        if after is not None and after < _WORTH * needed:
+        if after is not None and after < _MAX_REMAINING_SHARE * needed:
             before, needed = before | changes, after
             found.append(Advice(before, needed, parts))
         if needed <= limit_bytes:
@@ -178,8 +179,8 @@ def _reduce(estimate: _Estimate, limit_bytes: int) -> list[Advice]:
     return found
 
 
-def _cures(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield changes of the options, from what costs little time to what costs much."""
+def _reductions(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield changes of the options that reduce memory, the cheapest in time first."""
     options, cluster, sizes = estimate.options, estimate.cluster, estimate.sizes
     model_axes = tuple((axis, size) for axis, size in sizes.items() if axis not in ("replica", "fsdp"))
     if sizes.get("replica", 1) > 1:

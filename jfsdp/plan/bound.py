@@ -1,4 +1,4 @@
-"""Lower bounds of a step, without a compiler: its state, the bytes that it sends by formula, and a roofline."""
+"""Lower bounds of a step without a compiler: state, bytes sent by formula, and a roofline."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from jfsdp.plan.plan import Work, check_cluster, rows_of
 from jfsdp.train.state_bytes import StateBytes, account
 from jfsdp.train.step.step import TrainStep
 
-_LARGE_BYTES = 2**30  # a message of this size gets the most that a link gives
+_LARGE_BYTES = 2**30  # a message of this size reaches a link's full bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A step needs more than this, and takes longer.
+    """Lower bounds of a step's memory and time.
 
     Attributes:
       state: bytes of the state per device.
-      unit_bytes: of one layer of the largest unit, whole and in use.
-      compute_s: the model's FLOPs, with frozen leaves the fewest that may be left, at the datasheet's peak; with those
-        that the stages of a pipeline compute for nothing; 0: unknown.
-      wire_bytes: what the strategy must send per device.
-      wire_s: these, each at the best bandwidth of its group, one after the other.
+      unit_bytes: bytes of one gathered layer of the largest unit.
+      compute_s: time of the model's FLOPs at the datasheet's peak, including idle work of pipeline stages. With frozen
+        leaves, the fewest possible FLOPs. 0: unknown.
+      wire_bytes: bytes that the strategy must send per device.
+      wire_s: time of these collectives in sequence, each at the best bandwidth of its group.
       items: per device and step.
     """
 
@@ -46,12 +46,12 @@ class Bound:
 
     @property
     def state_bytes(self) -> int:
-        """Per device, what is offloaded left out."""
+        """Bytes of the state per device, without offloaded arrays."""
         return self.state.total
 
     @property
     def step_s(self) -> float:
-        """The fewest seconds of a step: all communication hidden, or all computing."""
+        """The fewest seconds of a step: compute and communication overlap completely."""
         return max(self.compute_s, self.wire_s)
 
     @property
@@ -60,7 +60,7 @@ class Bound:
         return self.step_s / self.items
 
     def to_dict(self, limit_bytes: int) -> dict[str, Any]:
-        """Return the bound as plain data: bytes per device, seconds per step; `limit_bytes` is what a step may take."""
+        """Return the bound as plain data: bytes per device, seconds per step. A step may use `limit_bytes`."""
         return {
             "analytic": True,
             "state_bytes": self.state_bytes,
@@ -79,12 +79,12 @@ class Bound:
 
 @checked
 def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None = None) -> Bound:
-    """Return lower bounds of what a step needs and takes. Compiles nothing.
+    """Return lower bounds of a step's memory and time. Compiles nothing.
 
-    Activations, gathered units and logits are not in it: the compiler decides them.
+    Activations, gathered units and logits are not included, since they depend on the compiler.
 
     Args:
-      step: of a model sharded over as many devices as the cluster has; a mesh of `make_abstract_mesh` will do.
+      step: of a model whose mesh has as many devices as the cluster. The mesh may come from `make_abstract_mesh`.
       batch, work: as for `make_plan`.
 
     Raises:
@@ -101,10 +101,10 @@ def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None 
     sizes = dict(layout.mesh_sizes)
     devices = np.arange(cluster.num_devices).reshape([sizes.get(axis, 1) for axis in OUTER_FIRST])
     wire_s = 0.0
-    for move in moves:  # at the best that the group of device 0 gets
+    for move in moves:  # at the best bandwidth of device 0's group
         group = devices[tuple(slice(None) if axis in move.axes else 0 for axis in OUTER_FIRST)].flatten().tolist()
         wire_s += move.wire_bytes / cluster.group_bandwidth(group[: move.group_size], _LARGE_BYTES)
-    items = work.items / layout.num_shards(MODEL_AXES)  # the least, if the model splits all that it computes
+    items = work.items / layout.num_shards(MODEL_AXES)  # the minimum, if the model splits all of its computation
     flops = _least_flops(layout, work) * _passes_per_microbatch(step, work)
     return Bound(
         layout=layout,
@@ -119,10 +119,10 @@ def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None 
 
 
 def matmul_elements(layout: Layout, vocab_size: int | None, *, trainable: bool) -> int:
-    """Count the elements of the trainable, or of the frozen, weights that are multiplied.
+    """Count the elements of trainable or frozen matmul weights.
 
-    Those are the leaves of two dims or more. By Flax's convention an `embedding` is looked up; it multiplies where it
-    is the head too, which is so if it is the only leaf with the vocabulary as a dim.
+    These are the leaves with at least two dims. A leaf named `embedding` (Flax's convention) is a lookup table, and
+    counts only if it is also the head: if it is the only leaf with the vocabulary as a dim.
     """
     heads = [leaf.path for leaf in layout.leaves if vocab_size in leaf.shape]
     return sum(
@@ -134,7 +134,7 @@ def matmul_elements(layout: Layout, vocab_size: int | None, *, trainable: bool) 
 
 
 def _least_flops(layout: Layout, work: Work) -> float:
-    """Return the fewest FLOPs of an item: before the first trainable leaf, nothing is differentiated at all."""
+    """Return the fewest FLOPs of an item: nothing before the first trainable leaf is differentiated."""
     flops, frozen = work.item_flops or 0.0, matmul_elements(layout, work.vocab_size, trainable=False)
     if not frozen or not flops:
         return flops
@@ -143,10 +143,10 @@ def _least_flops(layout: Layout, work: Work) -> float:
 
 
 def _passes_per_microbatch(step: TrainStep, work: Work) -> float:
-    """Return how often a stage of a pipeline computes for each microbatch, and counts it once; 1 without."""
+    """Return the passes of a pipeline stage per useful pass of a microbatch; 1 without a pipeline."""
     passes, layout = step.spec.passes, step.layout
     frozen = matmul_elements(layout, work.vocab_size, trainable=False)
-    if passes is None or frozen:  # of frozen weights it is not known what they compute
+    if passes is None or frozen:  # it is not known which frozen weights are differentiated through
         return 1.0
     leaves = [leaf for leaf in layout.leaves if len(leaf.shape) - leaf.stacked > 1]
     share = num_parameters([leaf for leaf in leaves if leaf.is_staged]) / num_parameters(leaves)

@@ -1,4 +1,4 @@
-"""What generation takes on a cluster: weights and cache by formula, and the programs of a prompt and of a token."""
+"""Memory and time of generation on a cluster: weights and cache by formula, prompt and token programs compiled."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Program:
     """A compiled program of generation.
 
     Attributes:
-      needed_bytes: of a GPU's memory: weights, cache, and all that it computes with.
-      argument_bytes: of these its inputs, as the compiler has them.
-      seconds: by the clock of plans; an estimate.
-      wire_bytes: that a GPU sends.
+      needed_bytes: GPU memory: weights, cache and temporaries.
+      argument_bytes: the program's inputs, according to the compiler. Part of `needed_bytes`.
+      seconds: estimated as for plans.
+      wire_bytes: bytes that a GPU sends.
     """
 
     needed_bytes: int
@@ -43,12 +43,12 @@ class Program:
 
 @dataclasses.dataclass(frozen=True)
 class InferencePlan:
-    """What generation takes; see `plan_inference`.
+    """Memory and time of generation; see `plan_inference`.
 
     Attributes:
       rows, length: rows of a data shard, and tokens of a row with its prompt.
-      weight_bytes, cache_bytes: of a GPU, by formula: what each leaf of the model and of the cache has there.
-      prompts, token: the programs of prompts that fill the rows, and of one more token of each.
+      weight_bytes, cache_bytes: per GPU, the sum of the shards of the model's and the cache's leaves.
+      prompts, token: the program for prompts that fill the rows, and the one for the next token of each row.
     """
 
     cluster: Cluster
@@ -63,17 +63,17 @@ class InferencePlan:
 
     @property
     def needed_bytes(self) -> int:
-        """What the larger of the two programs takes."""
+        """GPU memory of the larger program."""
         return max(self.prompts.needed_bytes, self.token.needed_bytes)
 
     @property
     def limit_bytes(self) -> int:
-        """What they may take of a GPU's memory."""
+        """GPU memory that the programs may use."""
         return self.cluster.gpu.memory_bytes - self.reserve_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether both fit."""
+        """Whether both programs fit."""
         return self.needed_bytes <= self.limit_bytes
 
     @property
@@ -83,7 +83,7 @@ class InferencePlan:
         return self.rows * shards / self.cluster.num_devices / self.token.seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
+        """Return the plan as plain data."""
         names = ("rows", "length", "weight_bytes", "cache_bytes", "needed_bytes", "limit_bytes", "fits", "tokens_per_s")
         programs = {name: dataclasses.asdict(getattr(self, name)) for name in ("prompts", "token")}
         return {name: getattr(self, name) for name in names} | programs
@@ -97,18 +97,18 @@ def plan_inference(
     reserve_bytes: int = RESERVE_BYTES,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> InferencePlan:
-    """Plan what `jfsdp generate` would run. Allocates nothing on any device.
+    """Plan the programs of `jfsdp generate`. Allocates nothing on any device.
 
-    All weights rest in the dtype of compute, as there. The cache holds `2 * layers * rows * length * heads * size`
-    elements of that dtype for each data shard, its heads split over `tensor`.
+    Weights are stored in the compute dtype, as in generation. For each data shard, the cache has
+    `2 * layers * rows * length * heads * size` elements of that dtype, with the heads split over `tensor`.
 
     Args:
       rows: of each data shard.
       length: tokens of a row with its prompt; None: the job's `seq_len`.
 
     Raises:
-      PlanUnavailable: without a compiler for this GPU.
-      ValueError: for a job without a cache, and for what generation would refuse.
+      PlanUnavailable: if there is no compiler for this GPU.
+      ValueError: for a job without a cache, and for options that generation would refuse.
     """
     on_progress("sharding")
     devices, job = topology_devices(cluster), find_planned_job(options)
@@ -120,7 +120,7 @@ def plan_inference(
     all_rows = rows * num_data_shards(dict(model.layout.mesh_sizes))
     cache = generator.cache_shapes(all_rows, length)
 
-    # A quiet GPU: tokens wait for memory, which no power limit slows, and data shards wait for none other.
+    # Tokens wait for memory, which no power limit slows, and data shards do not wait for each other.
     rates = Rates(cluster, sustained=1.0, spread=0.0)
 
     def compiled(tokens: int) -> Program:

@@ -1,4 +1,4 @@
-"""From the options of a training script to a plan of it: the same job, model, optimizer and step, on other devices."""
+"""Plan a training script's options: the same job, model, optimizer and step, on other devices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from jfsdp.trainer.step import causal_flops, causal_keys, describe_attention, ma
 
 
 class Planned(NamedTuple):
-    """A job on a mesh, ready to be lowered; `make_plan` and `make_bound` take the step, the batch and the work.
+    """A sharded job, with the arguments of `make_plan` and `make_bound`.
 
     Attributes:
       batch: shapes of one global batch.
@@ -44,7 +44,7 @@ class Planned(NamedTuple):
 
 
 def find_planned_job(options: ShardingOptions) -> Job:
-    """Load the job that options name, with the fields of its configuration changed as they say."""
+    """Load the options' job, with their changes of its configuration."""
     job = load_job(options.model, options.factory).with_config(**dict(options.model_config))
     return with_preference(job, options.preference, options.beta) if isinstance(options, StepOptions) else job
 
@@ -52,16 +52,16 @@ def find_planned_job(options: ShardingOptions) -> Job:
 def shard_planned(
     options: StepOptions, devices: Any = None, *, num_devices: int = 0, mesh: Mesh | None = None
 ) -> Planned:
-    """Shard the job of options over devices of a topology, over a number of devices without any, or over a mesh.
+    """Shard the options' job over devices of a topology, over `num_devices` abstract devices, or over a mesh.
 
     Raises:
-      ValueError: for a mesh that the devices do not fill, and all that training would refuse.
+      ValueError: if the mesh size is not the number of devices, and for options that training would refuse.
     """
     job = find_planned_job(options)
     if mesh is None:
         sizes = mesh_sizes(options.mesh, num_devices if devices is None else len(devices))
         mesh = make_abstract_mesh(sizes) if devices is None else make_mesh(devices=devices, **sizes)  # type: ignore[arg-type]
-    run = TrainConfig()  # its schedule: a constant of the program
+    run = TrainConfig()  # its learning rates are constants of the program, any will do
     schedule = make_schedule(run.learning_rate, run.steps // 20, run.steps, run.min_learning_rate)
     model, _, step = make_step(options, job, mesh, schedule)
     seq_len = job.seq_len if options.seq_len is None else options.seq_len
@@ -73,10 +73,10 @@ def shard_planned(
 
 
 def mesh_sizes(mesh: tuple[tuple[str, int], ...], num_devices: int) -> dict[str, int]:
-    """Return the sizes of the axes that `--mesh` gives to so many devices.
+    """Return the axis sizes of `--mesh` for a number of devices.
 
     Raises:
-      ValueError: for a mesh of another size than the cluster's, naming both.
+      ValueError: if the mesh size differs from the cluster's; names both.
     """
     check_sizes(dict(mesh))
     sizes, how = {"fsdp": 1, **dict(mesh)}, "divide" if -1 in dict(mesh).values() else "make"
@@ -97,9 +97,9 @@ def _make_work(options: StepOptions, job: Job, layout: Layout, seq_len: int) -> 
 
 
 def _item_flops(job: Job, layout: Layout, *keys: float) -> float | None:
-    """Return the mean FLOPs of items that attend to so many keys; frozen weights need two less per token."""
+    """Return the mean FLOPs of items that attend to these numbers of keys; each frozen weight saves two per token."""
     frozen = matmul_elements(layout, job.vocab_size, trainable=False)
-    # How often a row meets each weight is the model's own affair.
+    # How often each weight multiplies a row is not known.
     if job.flops_per_token is None or (frozen and job.item == "row"):
         return None
     return causal_flops(job.flops_per_token, keys) - 2 * frozen
@@ -117,7 +117,7 @@ def _check_documents(num: int, planned: Planned, options: StepOptions) -> None:
 
 
 def bound_job(options: StepOptions, cluster: Cluster) -> Bound:
-    """Return the lower bounds of the step that a training script's options describe; see `make_bound`."""
+    """Return lower bounds of a step with a training script's options; see `make_bound`."""
     _, _, step, batch, work, _ = shard_planned(options, num_devices=cluster.num_devices)
     return make_bound(step, batch, cluster, work)
 
@@ -130,14 +130,14 @@ def plan_job(
     documents_per_row: int = 1,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Plan what `scripts/train.py` would run with these options on a cluster. Allocates nothing on any device.
+    """Plan the step that `scripts/train.py` would run with these options on a cluster. Allocates nothing on any device.
 
     Args:
-      documents_per_row: how many the clock takes a row of tokens to hold; see `Work`.
+      documents_per_row: documents in a row of tokens, for time estimates; see `Work`.
 
     Raises:
-      PlanUnavailable: without a compiler for this GPU.
-      ValueError: for options that training would refuse, and more documents than a row may hold.
+      PlanUnavailable: if there is no compiler for this GPU.
+      ValueError: for options that training would refuse, and for more documents than a row may contain.
       EagerComputation: as `make_plan`.
     """
     on_progress("sharding")

@@ -1,8 +1,7 @@
-"""What a training step will do on a cluster: does it fit, what crosses the wire, what is hidden, how long it takes.
+"""Plans of training steps on a cluster: memory, bytes sent, overlap and time.
 
-The step is the one that training would run, lowered for the cluster's devices and compiled by the same XLA; everything
-here reads the result. Seconds are estimates: arithmetic on datasheets and a few measurements (`time/rates.py`), while
-bytes, counts and memory are what the compiler decided.
+A plan lowers the training step for the cluster's devices, compiles it with the same XLA, and reads the result. Bytes,
+counts and memory are the compiler's. Seconds are estimates from datasheets and a few measurements (`time/rates.py`).
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from jfsdp.train.checks import check_lowers
 from jfsdp.train.state_bytes import StateBytes, account
 from jfsdp.train.step.step import TrainStep
 
-# What JAX (0.10.2, 0.12) says of a computation on devices that are not there.
-_NOT_THERE = ("Executable' object has no attribute 'local_devices'", "not available with compile-only client")
+# Errors of JAX (0.10.2, 0.12) for a computation on devices of a topology.
+_NO_DEVICES_ERRORS = ("Executable' object has no attribute 'local_devices'", "not available with compile-only client")
 
 
 class EagerComputation(RuntimeError):
-    """A model computed something while it was traced; the error that it met, with its place, is the cause of this."""
+    """A model ran a computation while it was traced; the cause is JAX's error, with the line."""
 
 
 @checked
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a step is for: the units that throughput is counted in.
+    """The units of throughput, and the FLOPs of one.
 
     Attributes:
       items: tokens or rows per device and step.
@@ -53,11 +52,11 @@ class Work:
       item: "token" or "row".
       item_flops: FLOPs of the model for one item, forward and backward, without recomputation and without gradients of
         frozen weights; None if unknown. Attention counts all keys of a row.
-      causal_flops: the same, but attention counts the keys that a token sees: half of its document's.
-      dtype: in which it computes, for the peak of the hardware.
-      documents_per_row: how many documents of equal length a row of tokens is taken to hold; 1 is the most work.
-      attention: what the model says of its kernel, in words.
-      vocab_size: of a language model; None: no buffer is known to be of logits, and no embedding to be the head too.
+      causal_flops: the same, but attention counts only the keys that a token attends to: half of its document's.
+      dtype: of matmuls, to look up the hardware's peak.
+      documents_per_row: assumed documents per row of tokens, of equal length; 1 is the most work.
+      attention: the model's description of its attention kernel.
+      vocab_size: of a language model; None: no buffer is labeled as logits, and no embedding counts as the head.
     """
 
     items: Count
@@ -72,17 +71,17 @@ class Work:
 
 
 def rows_of(step: TrainStep, batch: Any) -> Work:
-    """Return the work of a step whose items are the rows of its batch, of unknown FLOPs."""
+    """Return a work that counts the rows of the step's batch, of unknown FLOPs."""
     rows = max(np.shape(x)[0] for x in jax.tree.leaves(batch) if np.ndim(x))
     rows //= num_data_shards(dict(step.layout.mesh_sizes))
     return Work(rows, rows, "row", None, matmul_dtype(step.layout))
 
 
 def check_cluster(step: TrainStep, cluster: Cluster) -> None:
-    """Refuse a cluster of another number of devices than the step's mesh.
+    """Check that the cluster has as many devices as the step's mesh.
 
     Raises:
-      ValueError: with both numbers.
+      ValueError: if it does not; names both numbers.
     """
     if step.mesh.size != cluster.num_devices:
         raise ValueError(
@@ -92,7 +91,7 @@ def check_cluster(step: TrainStep, cluster: Cluster) -> None:
 
 
 def matmul_dtype(layout: Layout) -> str:
-    """Return the dtype that matmuls compute in; on these GPUs JAX multiplies float32 as tf32 by default."""
+    """Return the compute dtype of matmuls; on these GPUs JAX multiplies float32 as tf32 by default."""
     dtype = layout.mp_policy.param_dtype or "float32"
     return "tf32" if dtype == "float32" else dtype
 
@@ -102,10 +101,10 @@ class Training:
     """Time and checkpoints of training on a number of tokens (or rows); see `Plan.train`.
 
     Attributes:
-      steps, days, gpu_hours: only of training steps, at their estimated seconds.
-      num_checkpoints: also counts the one at the end.
-      checkpoint_bytes: of one, on disk: all parameters that are trained, the optimizer's states, the model's state.
-      checkpoint_s: to write one, all nodes at `storage_bandwidth`.
+      steps, days, gpu_hours: of training steps only, at their estimated seconds.
+      num_checkpoints: including the final one.
+      checkpoint_bytes: size of one on disk: trained parameters, optimizer states and model state.
+      checkpoint_s: time to write one, with all nodes at `storage_bandwidth`.
       storage_bandwidth: bytes/s that one node writes.
     """
 
@@ -120,11 +119,11 @@ class Training:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What a step does on a cluster; see `make_plan`.
+    """A compiled step on a cluster: its memory, collectives and time; see `make_plan`.
 
     Attributes:
-      spec: what was decided about the step: its program, the reason, and the depth of prefetch.
-      pipeline: on a mesh with axis `pipe`.
+      spec: the step's program, the reason for it, and the prefetch depth.
+      pipeline: None without mesh axis `pipe`.
     """
 
     cluster: Cluster
@@ -141,17 +140,17 @@ class Plan:
 
     @property
     def limit_bytes(self) -> int:
-        """What a step may take of a GPU's memory."""
+        """GPU memory that a step may use."""
         return self.cluster.gpu.memory_bytes - self.reserve_bytes
 
     @property
     def needed_bytes(self) -> int:
-        """What the step takes: its peak, and the holes that the heap has for it."""
+        """GPU memory of the step: its peak, plus fragmentation of the heap."""
         return self.memory.allocated_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the step fits into a GPU with the reserve untouched."""
+        """Whether the step fits into a GPU and leaves the reserve free."""
         return self.needed_bytes <= self.limit_bytes
 
     @property
@@ -161,9 +160,9 @@ class Plan:
 
     @property
     def step_range_s(self) -> tuple[float, float] | None:
-        """Seconds between which nine of ten published runs would lie, if their plans were this one.
+        """Estimated range of seconds, which contains the measured time of nine of ten published runs.
 
-        None on GPUs and for meshes of which no run was compared: other chips, and axes `tensor` and `pipe`.
+        None if no published run was compared: for other GPUs, and for meshes with axis `tensor` or `pipe`.
         """
         if self.cluster.gpu.name not in COMPARED_GPUS or self.layout.num_shards(MODEL_AXES) > 1:
             return None
@@ -171,7 +170,7 @@ class Plan:
         return self.step_s * low, self.step_s * high
 
     def train(self, items: float, checkpoint_every: int, storage_bandwidth: float) -> Training:
-        """Estimate the training on a number of tokens, or of rows if the work counts rows.
+        """Estimate training on a number of tokens, or of rows if the work counts rows.
 
         Args:
           checkpoint_every: steps.
@@ -186,17 +185,17 @@ class Plan:
 
     @property
     def items_per_s(self) -> float:
-        """Tokens (or rows) per second and GPU; all devices along the model's own axes work on the same ones."""
+        """Tokens (or rows) per second and GPU. Devices along the model axes share them."""
         return self.work.items / self.layout.num_shards(MODEL_AXES) / self.step_s
 
     @property
     def mfu(self) -> float | None:
-        """The model's FLOPs over what the GPU could do meanwhile; recomputation does not count."""
+        """Model FLOPs utilization: the model's FLOPs over the GPU's peak. Recomputation does not count."""
         return self._mfu(self.work.item_flops)
 
     @property
     def mfu_causal(self) -> float | None:
-        """As `mfu`, of `Work.causal_flops`."""
+        """As `mfu`, with `Work.causal_flops`."""
         return self._mfu(self.work.causal_flops)
 
     def _mfu(self, item_flops: float | None) -> float | None:
@@ -205,7 +204,7 @@ class Plan:
 
     @property
     def link_s(self) -> dict[str, float]:
-        """Seconds on the wire by link, hidden or not: the link inside a node, and the network between nodes."""
+        """Seconds of communication by link, overlapped or not: the link inside a node, and the network."""
         link = self.cluster.gpu.link
         seconds = {link: 0.0, "network": 0.0}
         for timed in self.timeline.collectives:
@@ -215,7 +214,7 @@ class Plan:
 
     @property
     def bound_by(self) -> str:
-        """What takes longest by itself: computing (matmuls, or else memory bandwidth), a link, or the host's memory."""
+        """The slowest resource: compute (matmuls), memory bandwidth, a link, or the host link."""
         clock = self.timeline
         computing = "compute" if clock.matmul_s + clock.attention_s >= clock.memory_s else "memory bandwidth"
         seconds = {computing: clock.compute_s, "host link": clock.host_s, **self.link_s}
@@ -223,9 +222,9 @@ class Plan:
 
     @property
     def compute_bound_rows(self) -> int:
-        """The fewest rows per device with which computing takes as long as the wire.
+        """The fewest rows per device with which compute takes as long as communication.
 
-        Bytes on the wire do not grow with the batch and computing grows with it, about evenly.
+        Assumes that compute grows in proportion to the batch, and the bytes sent not at all.
         """
         if not self.timeline.wire_s:
             return 1
@@ -279,11 +278,11 @@ def _explaining_eager_computation() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not any(text in str(error) for text in _NOT_THERE):
+        if not any(text in str(error) for text in _NO_DEVICES_ERRORS):
             raise
         raise EagerComputation(
-            "the model or its loss computes with arrays while it is traced (jax.ensure_compile_time_eval, say), and "
-            "the devices of a plan are not there to compute; compute such constants with numpy, or before the trace"
+            "the model or its loss computes with arrays while it is traced (jax.ensure_compile_time_eval, say), but "
+            "a plan has no devices to compute on; compute such constants with numpy, or before the trace"
         ) from error
 
 
@@ -304,25 +303,25 @@ def make_plan(
     calls: Mapping[str, Size] | None = None,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Compile a step for a cluster and read what it will do there. Allocates nothing on any device.
+    """Compile a step for a cluster and read its memory, collectives and time. Allocates nothing on any device.
 
     Args:
       step: of a model sharded over `topology_devices(cluster)`.
-      batch: shapes, those of one global batch.
-      work: what throughput is counted in; None: the rows of the batch.
-      reserve_bytes: memory that the step must leave to others (CUDA, NCCL, the allocator).
-      calls: how often a unit is called per microbatch, where that is not once.
-      on_progress: is told what happens next.
+      batch: shapes of one global batch.
+      work: units of throughput; None: the rows of the batch.
+      reserve_bytes: memory that the step must leave free (for CUDA, NCCL, the allocator).
+      calls: calls per microbatch of units that are not called exactly once.
+      on_progress: called with a description of each phase before it begins.
 
     Raises:
       ValueError: for options that XLA does not know, and batches that cannot be split.
-      EagerComputation: if the model or its loss computes something while it is traced.
+      EagerComputation: if the model or its loss runs a computation while it is traced.
     """
     check_cluster(step, cluster)
     check_lowers(step.mesh)
     if not is_gpu(step.mesh):
         raise ValueError(
-            f"make_plan: the mesh has devices of platform {step.mesh.devices.flat[0].platform!r}, and a plan compiles "
+            f"make_plan: the mesh has devices of platform {step.mesh.devices.flat[0].platform!r}, but a plan compiles "
             "for GPUs; make it with jfsdp.make_mesh(devices=jfsdp.plan.topology_devices(cluster), ...)"
         )
     state = step.abstract_state()

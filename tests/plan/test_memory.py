@@ -16,7 +16,7 @@ from jfsdp.plan.hlo.flow import Flow
 from jfsdp.plan.hlo.parse import parse_module
 from jfsdp.plan.memory import buffer_assignment
 from jfsdp.plan.memory import peak as memory
-from jfsdp.plan.memory.classify import own_line
+from jfsdp.plan.memory.classify import user_line
 from jfsdp.train.state_bytes import account
 from jfsdp.trainer.job import find_job
 from jfsdp_models.losses import next_token_loss  # pyright: ignore[reportMissingImports]
@@ -92,7 +92,7 @@ def test_readers_take_every_form_of_a_line():
 
 
 def test_a_line_that_has_changed_is_refused_and_not_skipped():
-    with pytest.raises(ValueError, match="its form has changed"):
+    with pytest.raises(ValueError, match="its format has changed"):
         buffer_assignment.read_allocations(ASSIGNMENT.replace("offset=600", "at=600"))
 
 
@@ -237,7 +237,7 @@ def test_the_largest_buffers_have_names_of_the_model():
 def test_the_line_of_an_operation_is_the_model_s_and_not_that_of_who_calls_jfsdp(files, wanted):
     home = str(pathlib.Path(jfsdp.__file__).parent.parent)
     stack = [f"{home}/{file}:7" if file.startswith("jfsdp") else f"/x/{file}:7" for file in files]
-    found = own_line(types.SimpleNamespace(stack=tuple(stack), source=stack[0]))  # type: ignore[arg-type]
+    found = user_line(types.SimpleNamespace(stack=tuple(stack), source=stack[0]))  # type: ignore[arg-type]
     assert found.endswith(f"/{wanted}:7")
 
 

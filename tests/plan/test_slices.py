@@ -39,7 +39,7 @@ def test_this_jaxlib_misorders_offloads_exactly_if_compat_says_so():
     wrong = list(find_wrong_slices(parse_module(offloading())))
     assert bool(wrong) == misorders_offloads()
     if wrong:
-        assert [(item.stack.memory, item.asked, item.bytes_taken) for item in wrong] == [
+        assert [(item.stack.memory, item.requested, item.bytes_taken) for item in wrong] == [
             ("host", (LAYERS - 1, LAYERS - 2), (0, BYTES))
         ]
 

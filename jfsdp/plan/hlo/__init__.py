@@ -1,1 +1,1 @@
-"""A compiled program as records: instructions, how often they run, what they depend on, what they move."""
+"""Read a compiled program: instructions, execution counts, dataflow, collectives."""

@@ -1,7 +1,4 @@
-"""List the collectives of a scheduled program: what they move, among whom, how often, and from where to where.
-
-Pure reading: nothing here moves data.
-"""
+"""List the collectives of a scheduled program: shapes, device groups, counts, and positions in the schedule."""
 
 import dataclasses
 import functools
@@ -43,10 +40,10 @@ class Collective:
       count: executions per step.
       wire_bytes: sent per device and execution.
       wire_by_dtype: the same by element type.
-      computation: the computation in whose schedule it stands.
-      start, done: its places there; equal when it is synchronous, so that nothing can run beside it.
-      in_loop: whether it stands in the body of a loop.
-      op_name, source: as of an instruction.
+      computation: the computation whose schedule contains it.
+      start, done: its positions in that schedule; equal if it is synchronous, so that nothing overlaps with it.
+      in_loop: whether it is in the body of a loop.
+      op_name, source: as in `Instruction`.
     """
 
     kind: str
@@ -78,24 +75,23 @@ class Collective:
 
     @property
     def num_bytes(self) -> int:
-        """The whole value, as it stands after the gather or before the reduction."""
+        """Bytes of the full value: after the gather, or before the reduction."""
         return sum(part.num_bytes for part in self.parts)
 
 
 def find_collectives(module: Module, num_devices: int, mesh_sizes: Mapping[str, int] | None = None) -> list[Collective]:
-    """List the collectives that a step executes, in the order of the text's execution, loops multiplied out.
+    """List the collectives that a step executes, in execution order. Counts include the iterations of loops.
 
-    Found are the synchronous form, `-start` and `-done` pairs, those inside an `async-start`, and those that XLA has
-    made part of a fusion (small all-reduces). A `-start` that XLA marks as synchronous (`is_sync`) counts as such.
-    Not found: point-to-point send and recv.
+    Finds synchronous collectives, `-start` and `-done` pairs, and collectives inside an `async-start` or a fusion
+    (small all-reduces). A `-start` with `is_sync` counts as synchronous. Point-to-point send and recv are not listed.
 
     Args:
-      num_devices: the group of a collective that names none.
-      mesh_sizes: of the mesh of the program, for groups of devices numbered from its outermost axis to its innermost,
-        as they stand on hosts; None: as the program numbers them, which is another order only with axis `pipe`.
+      num_devices: size of the group of a collective without groups.
+      mesh_sizes: of the program's mesh. Groups then number devices from the outermost axis to the innermost, as on
+        hosts. None: the program's numbers, which differ only with axis `pipe`.
 
     Raises:
-      ValueError: for groups in an unknown form, and where a loop's length is not known.
+      ValueError: for groups in an unknown form, and for a loop of unknown length.
     """
     found: list[Collective] = []
     wrapped: set[str] = set()
@@ -113,7 +109,7 @@ def find_collectives(module: Module, num_devices: int, mesh_sizes: Mapping[str, 
 
 
 def collective_kind(instruction: Instruction) -> str | None:
-    """Return which of KINDS a synchronous collective or a start is; None for everything else."""
+    """Return the kind of a synchronous collective or a start; None for other instructions."""
     kind = instruction.opcode.removesuffix("-start")
     return kind if kind in KINDS else None
 
@@ -125,7 +121,7 @@ def _is_wrapper(instruction: Instruction) -> bool:
 def _inside(
     module: Module, computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[Computation, Instruction]]:
-    """Yield the collectives that an instruction is or wraps, each with the computation that defines its operands."""
+    """Yield the instruction if it is a collective, or those that it wraps, with the computation of their operands."""
     if collective_kind(instruction):
         yield computation, instruction
     elif _is_wrapper(instruction):
@@ -146,14 +142,14 @@ def _collective(
     kind = collective_kind(instruction)
     assert kind is not None
     group = read_group(instruction.attributes.partition("metadata={")[0], num_devices)
-    is_alone = outer is instruction or sum(1 for found in place.instructions if collective_kind(found)) == 1
+    is_single = outer is instruction or sum(1 for found in place.instructions if collective_kind(found)) == 1
     parts = _parts(module, kind, place, instruction)
     by_dtype: dict[str, float] = dict.fromkeys((part.dtype for part in parts), 0.0)
     for part in parts:
         by_dtype[part.dtype] += wire_bytes(kind, part.num_bytes, len(group))
     return Collective(
         kind=kind,
-        name=outer.name if is_alone else f"{outer.name}/{instruction.name}",
+        name=outer.name if is_single else f"{outer.name}/{instruction.name}",
         parts=parts,
         dtype=max(parts, key=lambda part: part.num_bytes).dtype,
         group=group,
@@ -169,11 +165,10 @@ def _collective(
 
 
 def _parts(module: Module, kind: str, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
-    """Read the full shapes: of a gather its results, of everything else its operands.
+    """Return the full shapes: the results of a gather, the operands of other collectives.
 
-    The type of a start holds its operands, then its results (and then, for some, scratch); that of a plain collective
-    only the results. All-reduces, whose starts print the results alone in JAX 0.10 and both in 0.12, are read from
-    their operands.
+    The type of a start lists its operands, then its results (and sometimes scratch). The type of a synchronous
+    collective lists only the results. The start of an all-reduce lists only the results in JAX 0.10, both in 0.12.
     """
     operands = computation.operand_shapes(instruction)
     if kind != "all-gather":
@@ -183,7 +178,7 @@ def _parts(module: Module, kind: str, computation: Computation, instruction: Ins
 
 
 def _concatenated(module: Module, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
-    """Return the arrays that XLA laid end to end to reduce them as one; none where it did not."""
+    """Return the arrays that XLA concatenated to reduce them as one; empty if it did not."""
     made = computation.by_name[instruction.operands[0]] if len(instruction.operands) == 1 else None
     if made is not None and made.opcode == "fusion":
         computation = module.computations[made.called[0]]
@@ -193,7 +188,7 @@ def _concatenated(module: Module, computation: Computation, instruction: Instruc
 
 
 def find_done(computation: Computation, start: Instruction) -> int:
-    """Find where an asynchronous start is waited for: at once, if it is synchronous or nobody in its schedule waits."""
+    """Return the index of the done of a start; the start's index if it is synchronous or has no done."""
     if not start.opcode.endswith("-start") or re.search(r'"is_sync":\s*true', start.attributes):
         return start.index
     seen = start

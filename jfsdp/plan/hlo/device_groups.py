@@ -1,4 +1,4 @@
-"""Read which devices of a collective talk to each other, in every form in which XLA prints it."""
+"""Parse the device groups of a collective, in every form that XLA prints."""
 
 import functools
 import itertools
@@ -14,14 +14,14 @@ _IDS = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 @functools.lru_cache(maxsize=256)
 def read_group(attributes: str, num_devices: int) -> tuple[int, ...]:
-    """Read the first group of devices out of a collective's attributes, in the order of the group.
+    """Return the first group of devices of a collective's attributes, in the order of the group.
 
     Forms: `{{0,1},{2,3}}`, `{}` (all devices), `[2,4]<=[8]`, `[4,2]<=[2,4]T(1,0)`, `mesh['a'=2,'b'=4] {'b'}`, the same
-    with `device_ids=([4,2]T(1,0))` or `device_ids=(0,2,1,3)`, parts of an axis as `'b':(2)2` (the 2 before it taken
-    off, 2 of what remains), and `source_target_pairs={{0,1},{1,2}}`, where the largest group that pairs join is read.
+    with `device_ids=([4,2]T(1,0))` or `device_ids=(0,2,1,3)`, a sub-axis `'b':(2)2` (of size 2, inside an outer
+    sub-axis of size 2), and `source_target_pairs={{0,1},{1,2}}`, for which the largest connected group is returned.
 
     Raises:
-      ValueError: for groups in another form; names the text.
+      ValueError: for groups in another form; quotes the text.
     """
     if pairs := _PAIRS.search(attributes):
         return _joined([_numbers(pair) for pair in re.findall(r"\{(\d+,\d+)\}", pairs[1])])
@@ -43,7 +43,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 
 def _iota(dims: str, permutation: str | None) -> tuple[int, ...]:
-    """Count through an array of `dims` in row-major order, its dims permuted."""
+    """Return the row-major numbers of an array of `dims`, in the order of its permuted dims."""
     sizes = _numbers(dims)
     strides = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
     order = _numbers(permutation) if permutation else range(len(sizes))
@@ -52,7 +52,7 @@ def _iota(dims: str, permutation: str | None) -> tuple[int, ...]:
 
 
 def _of_mesh(axes: str, device_ids: str | None, grouped: str) -> tuple[int, ...]:
-    """Vary the grouped axes, the first slowest, and keep the others at zero."""
+    """Return the devices at index 0 of all axes but the grouped ones, of which the first varies slowest."""
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", axes)}
     names = list(sizes)
     strides = {name: math.prod(sizes[other] for other in names[place + 1 :]) for place, name in enumerate(names)}
@@ -73,4 +73,4 @@ def _joined(pairs: list[tuple[int, ...]]) -> tuple[int, ...]:
         touched = [group for group in groups if any(device in group for device in pair)]
         merged = {device: None for group in touched for device in group} | dict.fromkeys(pair)
         groups = [group for group in groups if group not in touched] + [merged]
-    return tuple(max(groups, key=len, default={}))  # a device that keeps what it has is a group of one
+    return tuple(max(groups, key=len, default={}))  # a pair of a device with itself is a group of one

@@ -1,7 +1,6 @@
-"""What the values of a compiled module are made of: which of the step's arguments each one depends on, through loops.
+"""Dataflow of a compiled module: the step's arguments that each value depends on, through loops.
 
-The engine sorts a unit's residuals by what they depend on when it traces them (`engine/dataflow.py`); this is the same
-question, asked of the compiled program.
+`engine/dataflow.py` computes the same for a trace.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from typing import Any
 from jfsdp.plan.hlo.parse import Computation, Instruction, Module
 
 Mask = Any  # an int, one bit per parameter of the entry; or a tuple of Masks, one per element of a tuple
-Place = tuple[Instruction, tuple[int, ...]]  # an element of what an instruction makes
+Place = tuple[Instruction, tuple[int, ...]]  # an instruction, and the index of an element of its result
 
 _COPIES = frozenset({"bitcast", "copy", "copy-start", "optimization-barrier", "opt-barrier", "domain", "async-update"})
 
 
 def is_collective(instruction: Instruction, kind: str, flow: Flow | None = None) -> bool:
-    """Say whether an instruction is a collective of that kind: itself, its start, or what wraps it."""
+    """Return whether an instruction is a collective of this kind, its start, or its wrapper."""
     if instruction.opcode in (kind, f"{kind}-start"):
         return True
     if instruction.opcode not in ("async-start", "fusion") or flow is None:
@@ -30,7 +29,7 @@ def is_collective(instruction: Instruction, kind: str, flow: Flow | None = None)
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Flow:
-    """A module, read for where its values come from and where they go."""
+    """The sources and destinations of a module's values."""
 
     module: Module
 
@@ -61,7 +60,7 @@ class Flow:
 
     @functools.cached_property
     def gathered_bit(self) -> int:
-        """The bit that says: it went through an all-gather."""
+        """The bit of values that passed an all-gather."""
         return 1 << (max(self.parameters, default=0) + 1)
 
     @functools.cached_property
@@ -71,17 +70,17 @@ class Flow:
         return masks
 
     def depends_on(self, place: Place) -> int:
-        """Return the parameters of the entry, and the gathered bit, that a value depends on, as bits."""
+        """Return a value's dependencies as bits: the entry's parameters, and the gathered bit."""
         instruction, index = place
         return _join(_element(self._masks.get(instruction.name, 0), index))
 
     def called(self, instruction: Instruction) -> Iterator[Instruction]:
-        """Yield the instructions of what an instruction calls."""
+        """Yield the instructions of the computations that an instruction calls."""
         for name in instruction.called:
             yield from self.module.computations[name].instructions
 
     def op_name(self, place: Place) -> str:
-        """Return the name of the operation that a value comes from; if a fusion has none, of what it computes last."""
+        """Return the operation name of a value's instruction; for a fusion without one, of its last operation."""
         instruction, index = place
         if instruction.op_name or instruction.opcode != "fusion":
             return instruction.op_name
@@ -92,7 +91,7 @@ class Flow:
         return root.op_name or next((inst.op_name for inst in reversed(body.instructions) if inst.op_name), "")
 
     def origin(self, name: str, index: tuple[int, ...] = ()) -> Place:
-        """Follow a value back to the instruction that computes it, through tuples, copies and what loops carry."""
+        """Follow a value back to the instruction that computes it, through tuples, copies and loop carries."""
         seen: set[tuple[str, tuple[int, ...]]] = set()
         inst = self.by_name[name]
         while True:
@@ -103,7 +102,10 @@ class Flow:
             inst, index = self.by_name[back[0]], back[1]
 
     def _step_back(self, inst: Instruction, index: tuple[int, ...], again: bool) -> tuple[str, tuple[int, ...]] | None:
-        """Return what a value is a view or a copy of; `again`: a loop's element that its body hands on unchanged."""
+        """Return the value of which this one is a view or a copy.
+
+        `again`: the element of a loop's carry was visited before, so the body does not change it.
+        """
         if inst.opcode == "get-tuple-element":
             return inst.operands[0], (tuple_index(inst), *index)
         if inst.opcode == "tuple" and index:
@@ -126,7 +128,7 @@ class Flow:
         return None
 
     def destination(self, instruction: Instruction, index: tuple[int, ...] = ()) -> Place | None:
-        """Follow a value to the instruction that first computes with it, or to the loop that carries it."""
+        """Follow a value to the first instruction that computes with it, or to the loop that carries it."""
         for _ in range(len(self.by_name)):
             users = self._users.get(instruction.name, [])
             if instruction.opcode != "get-tuple-element" and index:
@@ -144,7 +146,7 @@ class Flow:
         return None
 
     def _run(self, computation: Computation, arguments: Sequence[Mask], masks: dict[str, Mask]) -> Mask:
-        """Evaluate a computation on masks, and add what each of its instructions depends on to `masks`."""
+        """Evaluate a computation on masks, and add each instruction's mask to `masks`."""
         here: dict[str, Mask] = {}
         result: Mask = 0
         for inst in computation.instructions:
@@ -191,12 +193,12 @@ class Flow:
 
 
 def number(parameter: Instruction) -> int:
-    """Return the number of a parameter of its computation."""
+    """Return the number of a parameter."""
     return int(parameter.arguments)
 
 
 def tuple_index(instruction: Instruction) -> int:
-    """Return which element a get-tuple-element takes."""
+    """Return the index of a get-tuple-element."""
     return int(instruction.attribute("index"))
 
 
@@ -209,7 +211,7 @@ def _element(mask: Mask, index: tuple[int, ...]) -> Mask:
 
 
 def _one_or_all(masks: list[Mask]) -> Mask:
-    """The result of a collective: an array, or a tuple of as many as it combines."""
+    """Return the result of a collective: an array, or a tuple if it combines several."""
     return tuple(masks) if len(masks) > 1 else masks[0]
 
 
@@ -218,7 +220,7 @@ def _join(mask: Mask) -> int:
 
 
 def _flat(mask: Mask) -> Mask:
-    """Keep elements apart but not their elements, so that a loop comes to an end."""
+    """Join the masks inside each element, so that the iteration over a loop terminates."""
     return tuple(_join(part) for part in mask) if isinstance(mask, tuple) else mask
 
 

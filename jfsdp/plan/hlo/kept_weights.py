@@ -1,4 +1,4 @@
-"""Gathered weights that a program holds from a unit's forward to its backward, read from where arrays go."""
+"""Find gathered weights that a program keeps in memory from a unit's forward to its backward."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jfsdp.plan.hlo.trip_counts import walk
 from jfsdp.plan.time.work import is_matmul
 from jfsdp.plan.traffic.attribution import Part
 
-# In the names that JAX gives to what a derivative runs backward, and program "manual" to its own.
+# In the names of operations of the backward, from JAX and from program "manual".
 _BACKWARD = ("transpose(", f"{SCOPE}.backward")
 _WAITS = ("bitcast", "copy", "copy-start", "copy-done", "fusion-done", "async-done")
 _PASSES = (*_WAITS, "get-tuple-element", "reshape", "transpose", "convert")
@@ -23,19 +23,19 @@ _FUSIONS = ("fusion", "fusion-start", "async-start")
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
-    """A gathered weight that is held: its leaf, bytes per device, and the line that made it."""
+class KeptWeight:
+    """A gathered weight that is kept in memory: its leaf, bytes per device, and source line."""
 
     leaf: Leaf
     num_bytes: int
     source: str
 
 
-def find_held(layout: Layout, module: Module, parts: Sequence[Part]) -> list[Held]:
+def find_kept_weights(layout: Layout, module: Module, parts: Sequence[Part]) -> list[KeptWeight]:
     """Find gathered weights of resharded units that live from forward to backward.
 
-    Two ways are known: a loop over layers writes what it gathers into a stack of all layers, and a gather before the
-    backward has a reader in it. A unit that is gathered ahead of its use is neither.
+    Finds two cases: a loop over layers writes gathered weights into a stack of all layers, or the backward reads the
+    result of a gather before it. A prefetched gather is neither.
     """
     resharded = {
         leaf.path: leaf
@@ -45,13 +45,13 @@ def find_held(layout: Layout, module: Module, parts: Sequence[Part]) -> list[Hel
     }
     stacked = [leaf for leaf in resharded.values() if leaf.stacked]
     loops = [instruction for _, instruction, _ in walk(module) if instruction.opcode == "while"]
-    found = [held for loop in loops for held in _stacks(module, loop, stacked)]
+    found = [kept for loop in loops for kept in _stacks(module, loop, stacked)]
     found += _read_backward(module, resharded, parts)
-    return list({held.leaf.path: held for held in found}.values())
+    return list({kept.leaf.path: kept for kept in found}.values())
 
 
-def _stacks(module: Module, loop: Instruction, leaves: Sequence[Leaf]) -> Iterator[Held]:
-    """Yield the stacks of whole weights that a loop writes, one layer per turn."""
+def _stacks(module: Module, loop: Instruction, leaves: Sequence[Leaf]) -> Iterator[KeptWeight]:
+    """Yield the stacks of gathered weights that a loop writes, one layer per iteration."""
     body = module.computations[loop.attribute("body")]
     remaining = list(leaves)
     for name, shape in zip(body.root.operands, loop.shapes):
@@ -59,19 +59,19 @@ def _stacks(module: Module, loop: Instruction, leaves: Sequence[Leaf]) -> Iterat
         sizes = {math.prod(shape[leaf.stacked :]) for shape in _shapes(leaf)} if leaf else set()
         if leaf is not None and _comes_from_gather(module, body, name, sizes):
             remaining.remove(leaf)
-            yield Held(leaf, shape.num_bytes, body.by_name[name].source or loop.op_name)
+            yield KeptWeight(leaf, shape.num_bytes, body.by_name[name].source or loop.op_name)
 
 
 def _shapes(leaf: Leaf) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a gathered leaf, without its padding and with it."""
+    """Return the shapes of a gathered leaf, without and with its padding."""
     return cut_sizes(leaf.shape, leaf.cuts), leaf.cut_shape
 
 
 def _comes_from_gather(module: Module, body: Computation, name: str, sizes: set[int]) -> bool:
-    """Follow what is written into a stack back to a gather, through arrays of one layer's size.
+    """Return whether a row of a stack comes from a gather, through arrays of one layer's size.
 
-    A value computed from weights alone, a cast or a transpose, is followed too; what a matmul made is not. What was
-    gathered one turn earlier (pipelining) comes through the loop's state.
+    Follows casts, transposes and other operations, but not matmuls. Follows the loop's carry too, for weights that were
+    gathered one iteration earlier (prefetch).
     """
     written = body.by_name[name]
     while written.opcode in _WAITS:
@@ -93,15 +93,15 @@ def _comes_from_gather(module: Module, body: Computation, name: str, sizes: set[
 
 
 def _carried(body: Computation, instruction: Instruction) -> str | None:
-    """Return what a loop's body hands on as the element of its state that an instruction reads."""
+    """Return the body's result for the element of the loop's carry that an instruction reads."""
     if instruction.opcode != "get-tuple-element" or body.by_name[instruction.operands[0]].opcode != "parameter":
         return None
     place = int(instruction.attribute("index"))
     return body.root.operands[place] if place < len(body.root.operands) else None
 
 
-def _read_backward(module: Module, resharded: Mapping[str, Leaf], parts: Sequence[Part]) -> Iterator[Held]:
-    """Yield what is gathered outside of a backward, and read in one."""
+def _read_backward(module: Module, resharded: Mapping[str, Leaf], parts: Sequence[Part]) -> Iterator[KeptWeight]:
+    """Yield the weights that are gathered outside of a backward and read in one."""
     seen: dict[tuple[str, str], int] = {}
     for part in parts:
         item = part.collective
@@ -113,13 +113,13 @@ def _read_backward(module: Module, resharded: Mapping[str, Leaf], parts: Sequenc
         computation = module.computations[item.computation]
         done = computation.instructions[item.done]
         if any(_is_backward(reader.op_name) for reader in _readers(computation, done, place, len(item.parts))):
-            yield Held(leaf, item.parts[place].num_bytes, item.source or item.op_name)
+            yield KeptWeight(leaf, item.parts[place].num_bytes, item.source or item.op_name)
 
 
 def _readers(computation: Computation, done: Instruction, place: int, num_parts: int) -> Iterator[Instruction]:
-    """Yield the instructions that take one array of a gather, looking through copies and casts."""
+    """Yield the instructions that read one array of a gather, through copies and casts."""
     todo = list(computation.users.get(done.name, ()))
-    while len(todo) == 1 and todo[0].opcode.endswith(("-done", "-update")):  # of a start that waits for itself
+    while len(todo) == 1 and todo[0].opcode.endswith(("-done", "-update")):  # of a start without a done in the schedule
         todo = list(computation.users.get(todo[0].name, ()))
     if num_parts > 1:
         todo = [reader for reader in todo if reader.attribute("index") == str(place)]

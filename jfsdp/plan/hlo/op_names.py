@@ -1,17 +1,17 @@
-"""Names in a program: the engine's scopes in those of operations (`jfsdp.gather.layers`), and those of arguments."""
+"""Parse the names of a program's operations (`jfsdp.gather.layers`) and arguments (`state.params[...]`)."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Container
 
-# Those of `engine.engine.scoped`, each with a unit ("root" for the root unit), and that of the step's update, which has
-# none. Where XLA joins the names of several operations, a colon parts them.
+# The scopes of `engine.engine.scoped`, each with a unit ("root" for the root unit), and the scope of the step's update,
+# without one. XLA joins the names of several operations with a colon.
 _SCOPE = re.compile(r"jfsdp\.(gather|regather|keep|reduce|update)(?:\.([^/():]+))?")
 
 
 def find_scopes(op_name: str) -> list[tuple[str, str]]:
-    """Return the scopes in the name of an operation as (verb, unit), the outermost first; the update has unit ""."""
+    """Return the engine's scopes in an operation's name as (verb, unit), outermost first; the update has unit ""."""
     return _SCOPE.findall(op_name)
 
 
@@ -20,11 +20,11 @@ _KEY = re.compile(r"\['([^']*)'\]|\[(\d+)\]|\.(\w+)")
 
 
 def find_argument(op_name: str, leaves: Container[str]) -> tuple[str, str]:
-    """Return the field of the state that an argument of a step is, and the leaf that it speaks of, or "".
+    """Return the state's field and the leaf of a step's argument, each "" if it has none.
 
-    `state.opt_state[0].mu['layers']['up']['kernel'].value` is ("opt_state", "layers.up.kernel"): the longest of the
-    names that the last keys spell. What is no part of the state has field "". Of an adapter, NNX has the parts inside
-    the Param of its matrix: `['kernel'].value['lora_a']`.
+    `state.opt_state[0].mu['layers']['up']['kernel'].value` is ("opt_state", "layers.up.kernel"): the leaf is the
+    longest path among the last keys. With NNX, an adapter's arrays are inside the Param of its matrix:
+    `['kernel'].value['lora_a']`.
     """
     found = _FIELD.match(op_name.replace("\\'", "'"))
     if found is None:
@@ -35,7 +35,7 @@ def find_argument(op_name: str, leaves: Container[str]) -> tuple[str, str]:
 
 
 def split_names(op_name: str, num: int) -> list[str]:
-    """Return the name of each of the arrays that XLA combined; JAX 0.12 writes `jit(f)/(a:b)`."""
+    """Return the name of each array that XLA combined; JAX 0.12 writes `jit(f)/(a:b)`."""
     start = op_name.find("/(")
     if start >= 0 and op_name.endswith(")"):
         names, depth = [""], 0

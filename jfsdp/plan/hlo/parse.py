@@ -1,6 +1,6 @@
-"""Read the text of a scheduled HLO module, as `compiled.as_text()` prints it, into plain records.
+"""Parse the text of a scheduled HLO module (`compiled.as_text()`).
 
-Pure reading: nothing here imports JAX or moves data. Known to read what XLA:GPU prints in JAX 0.10 and 0.12.
+Does not import JAX. Tested with the text of XLA:GPU in JAX 0.10 and 0.12.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-      shapes: the result, tuples flattened.
+      shapes: of the result, with tuples flattened.
       operands: names of instructions of the same computation.
       called: names of the computations it runs or applies (calls=, body=, condition=, to_apply=, branches).
-      op_name: JAX's name stack of the operation; empty where XLA kept none.
-      source: "file.py:12" of the innermost frame, "" where XLA kept none.
-      index: place in its computation's schedule.
-      attributes: the raw rest of the line after the operands.
-      arguments: the raw text of the operands; a constant's value, a parameter's number.
+      op_name: JAX's name stack of the operation; empty if XLA kept none.
+      source: "file.py:12" of the innermost frame; empty if XLA kept none.
+      index: position in its computation's schedule.
+      attributes: the raw text after the operands.
+      arguments: the raw text of the operands: a constant's value, a parameter's number.
       stack: "file.py:12" of every frame, innermost first.
     """
 
@@ -61,14 +61,14 @@ class Instruction:
         return sum(shape.num_bytes for shape in self.shapes)
 
     def attribute(self, name: str) -> str:
-        """Return the word after `name=`, without a leading %; empty if there is none."""
+        """Return the word after `name=`, without a leading %, or an empty string."""
         found = re.search(rf"\b{name}=%?([\w.\-]+)", self.attributes)
         return found[1] if found else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """Instructions in the order in which they are issued."""
+    """Instructions in schedule order."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -79,7 +79,7 @@ class Computation:
 
     @functools.cached_property
     def users(self) -> Mapping[str, tuple[Instruction, ...]]:
-        """The instructions that take each one as an operand."""
+        """The users of each instruction, by its name."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
@@ -92,7 +92,7 @@ class Computation:
         return next(marked, self.instructions[-1])
 
     def operand_shapes(self, instruction: Instruction) -> tuple[Shape, ...]:
-        """Shapes of the operands of one of its instructions, tuples flattened."""
+        """Return the shapes of an instruction's operands, with tuples flattened."""
         return tuple(shape for name in instruction.operands for shape in self.by_name[name].shapes)
 
 
@@ -107,10 +107,10 @@ class Module:
 
 
 def parse_module(text: str) -> Module:
-    """Read a scheduled HLO module.
+    """Parse a scheduled HLO module.
 
     Raises:
-      ValueError: if the text is not that of a scheduled HLO module; says what was missing, and on which line.
+      ValueError: if the text is not a scheduled HLO module; names the missing part or the line.
     """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith("HloModule ")), None)
@@ -187,7 +187,7 @@ def _instruction(index: int, line: str, stacks: Mapping[str, tuple[str, ...]]) -
 
 
 def _closing(line: str, start: int) -> int:
-    """Find the parenthesis that closes the operands; they may hold types with parentheses of their own."""
+    """Find the parenthesis that closes the operands, which may contain types with parentheses."""
     depth = 1
     for found in re.finditer(r'"(?:[^"\\]|\\.)*"|[()]', line[start:]):
         depth += {"(": 1, ")": -1}.get(found[0], 0)
@@ -209,13 +209,13 @@ _MEMORY = {False: "device", True: "host"}
 
 @functools.cache
 def _bits(dtype: str) -> int:
-    """Read the width out of an element type's name: bf16, f8e4m3fn, u4, c64; pred takes a byte, a token nothing."""
+    """Return the bits of an element type: bf16, f8e4m3fn, u4, c64. A pred has 8, a token 0."""
     found = re.match(r"(?:bf|f|s|u|c)(\d+)", dtype)
     return int(found[1]) if found else 8 if dtype == "pred" else 0
 
 
 def hlo_dtype(name: str) -> str:
-    """Return how HLO writes a dtype: bf16 for bfloat16."""
+    """Return HLO's name of a dtype: bf16 for bfloat16."""
     if name in _HLO_DTYPES:
         return _HLO_DTYPES[name]
     letters = name.rstrip("0123456789")
@@ -233,7 +233,7 @@ def _called(attributes: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-# Where an operation comes from: tables of the module's header, or written out on each line by older versions.
+# Stack frames are in tables of the module's header. Older versions write the innermost frame on each line.
 
 
 def _stack(metadata: str, stacks: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
@@ -245,14 +245,14 @@ def _stack(metadata: str, stacks: Mapping[str, tuple[str, ...]]) -> tuple[str, .
 
 
 def _stacks(lines: list[str]) -> dict[str, tuple[str, ...]]:
-    """Resolve the tables FileNames, FileLocations and StackFrames into a stack for each frame, innermost first."""
+    """Return the stack of each frame, innermost first, from the tables FileNames, FileLocations and StackFrames."""
     files = {number: entry.strip('"') for number, entry in _table(lines, "FileNames")}
     places = {}
     for number, entry in _table(lines, "FileLocations"):
         fields = _fields(entry)
         places[number] = f"{files.get(fields.get('file_name_id', ''), '?')}:{fields.get('line', '0')}"
     frames = {number: _fields(entry) for number, entry in _table(lines, "StackFrames")}
-    # The parent is printed plus one (1 = none): the first frame then names itself, which a plain number cannot.
+    # Some versions print the parent plus one (1 = none). There the first frame seems to be its own parent.
     offset = 1 if any(fields.get("parent_frame_id") == number for number, fields in frames.items()) else 0
     stacks: dict[str, tuple[str, ...]] = {}
     for number, fields in frames.items():

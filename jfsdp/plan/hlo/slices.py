@@ -1,9 +1,9 @@
-"""Slices of stacks in loops: the order that XLA compiled them to, compared with the order of the program.
+"""Check the slices of stacks in loops: XLA's compiled offsets against the program's indices.
 
-XLA:GPU turns a slice that moves with its loop into a plain copy, and annotates it with the byte offset of the first
-iteration and the stride between iterations (`dynamic_slice_config`). The GPU follows the annotation and not the index.
-The two disagree where XLA is wrong: jaxlib 0.10.2 reads offloaded activations in the order of the forward, and the
-backward needs the reverse (openxla/xla#46231).
+XLA:GPU compiles a slice that moves with its loop into a copy, annotated with the byte offset of the first iteration and
+the stride between iterations (`dynamic_slice_config`). The GPU uses the annotation, not the index. They differ if XLA
+is wrong: in jaxlib 0.10.2 the backward reads offloaded activations in the order of the forward, not in reverse
+(openxla/xla#46231).
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ _COMPUTE: dict[str, Callable[..., Any]] = {
 
 @dataclasses.dataclass(frozen=True)
 class WrongSlice:
-    """A slice that the GPU takes from another place of a stack than the program asks for.
+    """A slice with another offset on the GPU than in the program.
 
     Attributes:
       instruction: the slice, or the update of one.
       stack: the shape of the array that is sliced.
-      asked: the index along the sliced dim in the first two iterations.
+      requested: the index along the sliced dim in the first two iterations.
       bytes_taken: the annotated byte offsets in the same iterations.
     """
 
     instruction: Instruction
     stack: Shape
-    asked: tuple[int, int]
+    requested: tuple[int, int]
     bytes_taken: tuple[int, int]
 
 
 def find_wrong_slices(module: Module) -> Iterator[WrongSlice]:
     """Yield the annotated slices of loops whose offset or direction differs from their index.
 
-    Only indices that follow from the loop's counter and constants are compared, along one dim, over two iterations: a
-    loop that runs once, such as one of two layers that XLA has unrolled, has no second.
+    Compares two iterations, along one dim, of indices that follow from the loop's counter and constants. Loops with one
+    iteration are skipped, such as a loop over two layers that XLA unrolled.
     """
     loops = [inst for computation in module.computations.values() for inst in computation.instructions]
     for loop in loops:
@@ -64,7 +64,7 @@ def find_wrong_slices(module: Module) -> Iterator[WrongSlice]:
 
 
 class _Scope:
-    """A computation that a loop runs, in one of its iterations: evaluates scalars from the loop's counter."""
+    """Evaluates the scalars of a computation in one iteration of a loop, from the loop's counter."""
 
     def __init__(self, module: Module, name: str, arguments: Sequence[Any]):
         self._module, self.computation, self._arguments = module, module.computations[name], arguments
@@ -110,15 +110,15 @@ def _compare(first: _Scope, second: _Scope) -> Iterator[WrongSlice]:
                 yield WrongSlice(inst, stack, moving[0], (stated[0], sum(stated)))
 
 
-def _agree(asked: tuple[int, int], stated: tuple[int, int]) -> bool:
-    """Return whether offsets are the asked indices times one positive number of bytes, which the layout decides."""
-    (index, after), (offset, stride) = asked, stated
+def _agree(requested: tuple[int, int], stated: tuple[int, int]) -> bool:
+    """Return whether the byte offsets are the requested indices times one positive number of bytes."""
+    (index, after), (offset, stride) = requested, stated
     step = after - index
     return offset * step == stride * index and (stride > 0) == (step > 0) and (stride < 0) == (step < 0)
 
 
 def _annotation(inst: Instruction) -> tuple[int, int] | None:
-    """Return byte offset and stride per iteration of the innermost loop; None if XLA states neither for it."""
+    """Return the byte offset and the stride per iteration of the innermost loop; None if XLA does not state them."""
     found = re.search(r'"dynamic_slice_config":(\{(?:[^{}]|\{[^{}]*\})*\})', inst.attributes)
     config = json.loads(found[1]) if found else {}
     # JAX 0.12 has the pair below "linear", and zeros where 0.10 has it.

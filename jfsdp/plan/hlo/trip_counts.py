@@ -1,4 +1,4 @@
-"""How often a step runs each computation of a compiled module: calls, branches, and loops with their trip counts."""
+"""Execution counts of the computations of a compiled module, from calls, branches and loop trip counts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jfsdp.plan.hlo.parse import Computation, Instruction, Module
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Execution:
-    """How often a step runs a computation, and whether a loop is around it."""
+    """The runs of a computation per step, and whether it is inside a loop."""
 
     computation: Computation
     times: int
@@ -19,10 +19,10 @@ class Execution:
 
 
 def trip_count(loop: Instruction) -> int:
-    """Return how often a loop's body runs, as XLA states it.
+    """Return the trip count of a loop.
 
     Raises:
-      ValueError: if XLA does not, since a value decides it.
+      ValueError: if XLA does not state it, because it depends on a value.
     """
     known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
     if known is None:
@@ -31,10 +31,9 @@ def trip_count(loop: Instruction) -> int:
 
 
 def executions(module: Module) -> tuple[Execution, ...]:
-    """List every computation that a step runs, with its number of runs; loops multiplied out, callers before callees.
+    """List the computations that a step runs, callers first, with the number of runs including loop iterations.
 
-    Bodies of fusions and the scalar functions of reductions are parts of one instruction and not listed. Of a
-    conditional every branch counts as run: which one it will be is not in the text.
+    Bodies of fusions and scalar functions of reductions are not listed. Every branch of a conditional counts as run.
     """
     found: dict[str, Execution] = {}
 
@@ -52,7 +51,7 @@ def executions(module: Module) -> tuple[Execution, ...]:
 def walk(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
     """Yield every executed instruction with its computation and its number of executions per step.
 
-    Inside loops, calls, conditionals (each branch) and async wrappers, but not inside fusions.
+    Includes loops, calls, all branches of conditionals, and async wrappers, but not the bodies of fusions.
     """
     for execution in executions(module):
         for instruction in execution.computation.instructions:
@@ -60,7 +59,7 @@ def walk(module: Module) -> Iterator[tuple[Computation, Instruction, int]]:
 
 
 def runs(instruction: Instruction) -> Iterator[tuple[str, int]]:
-    """Yield the computations that one instruction runs, each with the number of rounds."""
+    """Yield the computations that an instruction runs, each with its number of runs."""
     match instruction.opcode:
         case "while":
             rounds = trip_count(instruction)

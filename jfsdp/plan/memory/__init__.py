@@ -1,1 +1,1 @@
-"""The peak of a program in parts."""
+"""Peak memory of a program by category."""

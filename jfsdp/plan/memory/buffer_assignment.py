@@ -1,15 +1,15 @@
-"""Reads what XLA writes about memory: when each value lives, and where in which allocation. Text in, tables out.
+"""Parse XLA's memory dumps: live ranges of values, and their offsets in allocations.
 
-Compiled with `xla_dump_to=<directory>` and `xla_dump_hlo_as_text=True`, XLA writes beside the module two texts: one
-that ends in `-live-range.txt` (the flattened schedule, loops inlined once, and the first and last step of every value)
-and one that ends in `-buffer-assignment.txt` (allocations, each with its values' offsets and sizes).
+With `xla_dump_to=<directory>` and `xla_dump_hlo_as_text=True`, XLA writes two texts next to the module. The text
+`*-live-range.txt` has the flattened schedule, with loops inlined once, and the first and last step of every value. The
+text `*-buffer-assignment.txt` has allocations, with the offsets and sizes of their values.
 
 [Note: the moment of the peak]
-The live-range text has a section of its own, `Live ranges at N (peak)`, and it is not used: XLA counts there a value as
-dead at the step that reads it last, but what that step reads and what it writes are in memory together. With both ends
-of a range counted, the values that lie in the temporaries' allocation fill it at some step (to 20 kB of 13.6 GB for
-Llama-3-8B, where XLA's section explains 0.5 GB less of 4.4 on a sample), and their sum is what `memory_analysis()`
-calls `peak_memory_in_bytes`. That step is the moment of the peak.
+The peak is the step at which the values in the temporaries' allocation sum to the most bytes. A value is live from the
+step that writes it to the step that reads it last, both included. That sum equals `peak_memory_in_bytes` of
+`memory_analysis()` (within 20 kB of 13.6 GB for Llama-3-8B). The section `Live ranges at N (peak)` of the live-range
+text is not used: it omits values at the step that reads them last, although that step's inputs and outputs are in
+memory together (0.5 GB less of 4.4 on a sample).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ HOST_COLOR = 5  # how XLA's buffer assignment marks host memory; the layout says
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """One value in an allocation: what instruction makes it, at which place of its tuple, and the bytes it covers.
+    """One value in an allocation: the name of its instruction, its index in the instruction's tuple, and its bytes.
 
-    `shape` is XLA's text, such as `bf16[4,1,2048,4096]{3,2,1,0}`; that of a tuple, which is a table of addresses,
-    starts with a parenthesis.
+    `shape` is XLA's text, such as `bf16[4,1,2048,4096]{3,2,1,0}`. A tuple's text starts with a parenthesis, and its
+    bytes are a table of addresses.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Value:
 
     @property
     def is_table(self) -> bool:
-        """Whether this is the table of addresses of a tuple."""
+        """Whether this is a tuple's table of addresses."""
         return self.shape.startswith("(")
 
     @property
@@ -58,10 +58,10 @@ class Allocation:
     """One block of memory.
 
     Attributes:
-      parameter: number of the entry's parameter that lies in it, or None.
+      parameter: number of the entry's parameter that it contains, or None.
       is_temp: whether it is a heap of temporaries, which share it over time.
-      is_thread_local: whether it belongs to a scalar computation inside a kernel; such blocks take no memory of a GPU.
-      is_host: whether it lies in the host's memory.
+      is_thread_local: whether it belongs to a scalar computation inside a kernel. Such blocks use no GPU memory.
+      is_host: whether it is in host memory.
     """
 
     num_bytes: int
@@ -82,10 +82,10 @@ LiveRanges = Mapping[tuple[str, tuple[int, ...]], tuple[int, int]]
 
 @dataclasses.dataclass(frozen=True)
 class Moment:
-    """One step of the schedule and what lies in the temporaries' allocations while it runs.
+    """One step of the schedule and the live values in the temporaries' allocations.
 
-    `covered` gives each live value the bytes that no earlier one of the list covers: values may share bytes (a loop's
-    carry and what its body writes there in place), and each byte counts once.
+    `covered` lists each live value with its bytes that no earlier value covers. Values may share bytes (a loop's carry
+    and its in-place update), and each byte counts once.
     """
 
     step: int
@@ -100,18 +100,18 @@ def read_dump(directory: str | os.PathLike[str], module: str) -> tuple[str, str]
     """Return the live-range text and the buffer-assignment text of a module that XLA dumped into a directory.
 
     Args:
-      module: its name, as the first line of its text has it (`jit__step`).
+      module: its name, as in the first line of its text (`jit__step`).
 
     Raises:
-      ValueError: if one of them is not there, or there twice.
+      ValueError: if the directory has none or several of either kind.
     """
     texts = []
     for kind in ("live-range", "buffer-assignment"):
         found = list(Path(directory).glob(f"*.{module}.*after_optimizations-{kind}.txt"))
         if len(found) != 1:
             raise ValueError(
-                f"{directory}: {len(found)} texts of kind {kind!r} for module {module!r}, expected one; compile into "
-                "an empty directory, with compiler_options xla_dump_to and xla_dump_hlo_as_text"
+                f"{directory}: {len(found)} texts of kind {kind!r} for module {module!r}, expected one; compile with "
+                "compiler_options xla_dump_to (an empty directory) and xla_dump_hlo_as_text"
             )
         texts.append(found[0].read_text(encoding="utf-8"))
     return texts[0], texts[1]
@@ -121,7 +121,7 @@ _RANGE = re.compile(r"^\s+([^\s{}]+)\{([\d,]*)\}:(\d+)-(\d+)$", re.MULTILINE)
 
 
 def read_live_ranges(text: str) -> LiveRanges:
-    """Read when each value lives: the first and the last step of the flattened schedule, both counted.
+    """Read the live range of each value: its first and last step of the flattened schedule, both included.
 
     Raises:
       ValueError: for a text without live ranges.
@@ -133,7 +133,7 @@ def read_live_ranges(text: str) -> LiveRanges:
 
 
 def read_schedule(text: str) -> dict[int, str]:
-    """Read which instruction runs at each step of a live-range text."""
+    """Read the instruction of each step from a live-range text."""
     return {int(step): name for step, name in re.findall(r"^\s+(\d+):([^\s{}]+)$", text, re.MULTILINE)}
 
 
@@ -142,10 +142,10 @@ _VALUE = re.compile(r"^ value: <\d+ ([^\s{}]+)(?:\{([\d,]*)\})?(?: \(phi\))? @\d
 
 
 def read_allocations(text: str) -> tuple[Allocation, ...]:
-    """Read allocations and the values that lie in them.
+    """Read allocations and their values.
 
     Raises:
-      ValueError: for a text without allocations, and for a line of an allocation that reads otherwise than expected.
+      ValueError: for a text without allocations, and for a line of unknown form.
     """
     found: list[tuple[int, str, list[Value]]] = []
     for line in text.partition("\n\n")[0].splitlines():
@@ -155,7 +155,7 @@ def read_allocations(text: str) -> tuple[Allocation, ...]:
             name, index, num_bytes, offset, shape = value.groups()
             found[-1][2].append(Value(name, _index(index or ""), int(offset), int(num_bytes), shape))
         elif line.startswith((" value:", "allocation")):
-            raise ValueError(f"cannot read {line[:120]!r} of XLA's *-buffer-assignment.txt: its form has changed")
+            raise ValueError(f"cannot read {line[:120]!r} of XLA's *-buffer-assignment.txt: its format has changed")
     if not found:
         raise ValueError(f"no allocation in a text of {len(text)} characters; expected XLA's *-buffer-assignment.txt")
     return tuple(_allocation(*parts) for parts in found)
@@ -179,7 +179,7 @@ def _index(text: str) -> tuple[int, ...]:
 
 
 def find_peak(allocations: Iterable[Allocation], ranges: LiveRanges) -> Moment:
-    """Find the step at which the temporaries' allocations hold most; see [Note: the moment of the peak]."""
+    """Find the step with the most live bytes of temporaries; see [Note: the moment of the peak]."""
     timed = [
         (place, ranges[value.name, value.index], value)
         for place, allocation in enumerate(allocations)
@@ -200,7 +200,7 @@ Timed = Sequence[tuple[int, tuple[int, int], Value]]
 
 
 def _bounds(timed: Timed) -> list[tuple[int, int]]:
-    """Bound what is covered at each step, largest first: values in the same bytes count once while any lives."""
+    """Return an upper bound of the covered bytes at each step, largest first. Values in the same bytes count once."""
     slots: dict[tuple[int, int, int], list[tuple[int, int]]] = {}
     for place, lifetime, value in timed:
         slots.setdefault((place, value.offset, value.num_bytes), []).append(lifetime)
@@ -215,7 +215,7 @@ def _bounds(timed: Timed) -> list[tuple[int, int]]:
 
 
 def _merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join closed spans that overlap."""
+    """Merge overlapping closed spans."""
     merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:
@@ -226,7 +226,7 @@ def _merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _cover(live: Iterable[tuple[int, Value]]) -> Iterator[tuple[Value, int]]:
-    """Give each byte to the largest value that covers it; of equals to the first one listed."""
+    """Assign each byte to the largest value that covers it; among equals, to the first."""
     taken: dict[int, list[tuple[int, int]]] = {}
     for place, value in sorted(live, key=lambda item: -item[1].num_bytes):
         spans, value_end = taken.setdefault(place, []), value.offset + value.num_bytes

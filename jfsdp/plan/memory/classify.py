@@ -1,19 +1,19 @@
-"""Decides of each buffer that is live at the peak what it is, and names it in the user's words.
+"""Classify every buffer that is live at peak memory, and label it with the user's parameter or source line.
 
-[Note: who is named, and by what evidence]
-A buffer at the peak gets its part from the first of these that speaks:
+[Note: classification of buffers]
+The first rule that applies decides the category:
 
-  the entry's parameters  their name among the step's arguments: `state.params[...]`, `batch[...]`;
-  dataflow                a value that depends on parameters alone is a weight: gathered, if it went through an
-                          all-gather, else a copy of shards (a cast, another order of dims);
-  the engine's scopes     `jfsdp.reduce.<unit>` and the others in an operation's name;
-  what it flows into      what is reduced over devices is a gradient, and so are the zeros it is added to;
-  shapes                  the vocabulary as a dim: logits; the shape of a leaf's accumulator: a gradient;
-  time                    what the forward makes and the backward reads is saved;
-  the model's own names   the rest of forward and backward is what the moment's computation needs;
-  ticks of a pipeline     else what stands in their scope waits there, for a neighbour or for the backward.
+  arguments        the argument's name: `state.params[...]`, `batch[...]`;
+  dataflow         a value that depends only on parameters is a weight: gathered if it passed an all-gather, else a copy
+                   of shards (a cast, another order of dims);
+  engine scopes    `jfsdp.reduce.<unit>` and others in the operation's name;
+  consumers        a value that is reduced over devices is a gradient, and so are the zeros it is added to;
+  shapes           a dim of the vocabulary size: logits; the shape of a leaf's accumulator: a gradient;
+  time             a value that the forward writes and the backward reads is a saved activation;
+  model scopes     other values of the forward and backward are needed by the current computation;
+  pipeline ticks   other values in the scope of a tick are activations for another stage or for the backward.
 
-A buffer for which none of them speaks is unattributed.
+If no rule applies, the buffer is unattributed.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ PARTS = {
     "parameters": "the masters at rest",
     "work": "their low-precision copies at rest",
     "optimizer": "the optimizer's arrays that belong to a parameter",
-    "copies": "copies of shards that XLA makes: cast for the wire, or with dims in another order",
-    "gathered": "weights as the units use them: results of all-gathers, and what is computed from weights alone",
+    "copies": "copies of shards that XLA makes: cast for communication, or with dims in another order",
+    "gathered": "weights as the units use them: results of all-gathers, and values computed only from weights",
     "gradients": "of a unit being reduced, and the accumulators",
     "activations": "saved by the forward for the backward",
     "logits": "scores over the vocabulary, and their gradients",
     "attention": "made inside attention and not saved, with cuDNN's workspace",
-    "compute": "everything else that the forward and the backward of the moment need",
+    "compute": "other temporaries of the forward and the backward",
     "workspace": "scratch memory of library calls",
     "update": "made while clipping and updating",
     "batch": "the step's inputs",
     "state": "counters, random keys, the model's other state, constants",
-    "unattributed": "the rest, computed: peak_bytes less all others",
+    "unattributed": "the remainder: peak_bytes less all others",
 }
 
 
@@ -57,8 +57,8 @@ class Buffer:
     """One buffer that is live at the peak.
 
     Attributes:
-      name: what it is, in words of the layout where there are some (`gathered layers.mlp.up_proj.kernel`).
-      num_bytes: what it covers, once, where several values share bytes.
+      name: the argument's or leaf's path (`layers.mlp.up_proj.kernel`) if known, else the operation and source line.
+      num_bytes: its bytes. Bytes shared by several values count once.
       part: one of `PARTS`.
     """
 
@@ -72,12 +72,12 @@ _SCOPE_PARTS = {"reduce": "gradients", "update": "update"}
 
 
 def _scope(op_name: str) -> tuple[str, str]:
-    """Return the outermost of the engine's scopes as (verb, unit); empty where there is none."""
+    """Return the outermost of the engine's scopes as (verb, unit), or two empty strings."""
     return next(iter(find_scopes(op_name)), ("", ""))
 
 
 def guess_vocab(layout: Layout) -> int | None:
-    """Take the longest dim of the root unit's matrices for the vocabulary if it is more than twice the other."""
+    """Guess the vocabulary size: the longest dim of the root unit's matrices, if it is more than twice the other."""
     matrices = [leaf.shape for leaf in layout.leaves if leaf.unit == ROOT and len(leaf.shape) == 2]
     longest = max(matrices, key=max, default=(0, 0))
     return max(longest) if max(longest) > 2 * min(longest) else None
@@ -88,13 +88,13 @@ def _squeezed(dims: Sequence[int]) -> tuple[int, ...]:
 
 
 def _unordered(dims: Sequence[int]) -> tuple[int, ...]:
-    """Dims in no order: XLA transposes gradients, and what they are added to."""
+    """Return the sorted dims; XLA transposes gradients and their accumulators."""
     return tuple(sorted(_squeezed(dims)))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Judge:
-    """Decides of each value which part it is; see [Note: who is named, and by what evidence]."""
+class Classifier:
+    """Assigns each value to a category; see [Note: classification of buffers]."""
 
     flow: Flow
     layout: Layout
@@ -103,16 +103,16 @@ class Judge:
     vocab_size: int | None
 
     def argument(self, number: int, num_bytes: int) -> Buffer:
-        """Name a parameter of the entry by the argument of the step that it is."""
+        """Classify and label a parameter of the entry by its argument of the step."""
         name = self.flow.parameters[number].op_name.replace("\\'", "'")
         field, leaf = find_argument(name, self.layout.by_path)
         part = {"params": "parameters", "work": "work"}.get(field, "batch" if name.startswith("batch") else "state")
         part = "optimizer" if field == "opt_state" and leaf else part
         return Buffer(name, num_bytes, part)
 
-    def judge(self, value: Value, num_bytes: int) -> Buffer:
-        """Decide about a value in a heap of temporaries, or a result."""
-        name, index = self._printed(value)
+    def classify(self, value: Value, num_bytes: int) -> Buffer:
+        """Classify and label a value in a heap of temporaries, or a result."""
+        name, index = self._find_in_module(value)
         place = self.flow.origin(name, index)
         part = self._part(value, place)
         if part is None and (after := self.flow.destination(self.flow.by_name[name], index)):
@@ -121,33 +121,31 @@ class Judge:
         part = part or _by_name(self.flow.op_name(place))
         return Buffer(self._name(part, place, value), num_bytes, part)
 
-    def _printed(self, value: Value) -> tuple[str, tuple[int, ...]]:
-        """Find a value in the module's text, which leaves out what an asynchronous instruction wraps.
+    def _find_in_module(self, value: Value) -> tuple[str, tuple[int, ...]]:
+        """Find a value in the module's text, which omits instructions wrapped by an asynchronous one.
 
-        XLA schedules `all-gather.18` right before the `async-start` that calls it, and prints both as one
-        `all-gather-start.12`, whose second element the value is.
+        XLA schedules `all-gather.18` right before the `async-start` that calls it. It prints both as one
+        `all-gather-start.12`, of which the value is the second element.
         """
         if value.name in self.flow.by_name:
             return value.name, value.index
         start = self.ranges.get((value.name, value.index), (0, 0))[0]
         later = [name for step in range(start, start + 4) if (name := self.schedule.get(step)) in self.flow.by_name]
         if not later:
-            raise ValueError(
-                f"{value.name}: is not in the module; the texts are of two modules, or of two compilations"
-            )
+            raise ValueError(f"{value.name}: not in the module; pass texts of the same module and compilation")
         return later[0], (1, *value.index)
 
     def moment(self, name: str) -> str:
-        """Name the part of the step that an instruction belongs to, and the line of the user's program."""
+        """Return an instruction's phase of the step (forward, reduce), and the line of the user's program."""
         instruction = self.flow.by_name.get(name)
         if instruction is None:
             return ""
-        op_name, line = self.flow.op_name((instruction, ())), own_line(instruction)
+        op_name, line = self.flow.op_name((instruction, ())), user_line(instruction)
         what = _scope(op_name)[0] or ("backward" if "transpose(" in op_name else "forward")
         return f"{what} at {line}" if line and not line.startswith(_PACKAGE) else what
 
     def _part(self, value: Value, place: Place) -> str | None:
-        """Return the part by the first evidence; None if there is none but the operation's name."""
+        """Return the category by the first rule that applies; None if only the operation's name is left to try."""
         instruction, op_name = place[0], self.flow.op_name(place)
         verb, _ = _scope(op_name)
         uses = self.flow.depends_on(place)
@@ -171,7 +169,7 @@ class Judge:
         return "compute" if uses and _is_models(op_name) else None
 
     def _name(self, part: str, place: Place, value: Value) -> str:
-        """Name a value by leaves where it has the dims of some, else by the line that makes it."""
+        """Label a value with the leaves of its dims, or else with its operation and source line."""
         op_name = self.flow.op_name(place)
         leaves = self._leaves(part, place, value, _scope(op_name)[1])
         if leaves:
@@ -179,11 +177,11 @@ class Judge:
         rows = self._stacked_rows(place, value)
         if rows is not None:
             return f"{value.dims[0]} x {self._name('', rows, value)}"
-        where = "/".join(own_line(place[0]).split("/")[-2:])
+        where = "/".join(user_line(place[0]).split("/")[-2:])
         return f"{op_name.rpartition('/')[2] or place[0].opcode}{f' at {where}' if where else ''}"
 
     def _stacked_rows(self, place: Place, value: Value) -> Place | None:
-        """Return where the rows of a stack come from that a loop writes one by one."""
+        """Return the source of the rows of a stack that a loop writes row by row."""
         if "dynamic_update_slice" not in self.flow.op_name(place) or len(value.dims) < 2:
             return None
         row = math.prod(value.dims[1:])
@@ -208,16 +206,16 @@ class Judge:
         return [leaf.path for leaf in alike if unit in ("", leaf.unit or "root")] or [leaf.path for leaf in alike]
 
     def _forms(self, leaf: Leaf) -> set[tuple[int, ...]]:
-        """The dims of a leaf's gradient: whole or a shard, with and without its layer dims; without ones."""
+        """Return the dims of a leaf's gradient: full or a shard, with and without its layer dims, without dims of 1."""
         logical, shard = cut_sizes(leaf.shape, leaf.cuts), self._shard(leaf, "grad")
-        return {_squeezed(dims[gone:]) for dims in (leaf.cut_shape, logical, shard) for gone in (0, leaf.stacked)}
+        return {_squeezed(dims[first:]) for dims in (leaf.cut_shape, logical, shard) for first in (0, leaf.stacked)}
 
     def _shard(self, leaf: Leaf, name: str) -> tuple[int, ...]:
         return leaf.cut_shape if dict(leaf.stages)[name] is None else self.layout.shard_shape(leaf, name)
 
     @functools.cached_property
     def _accumulators(self) -> set[tuple[int, ...]]:
-        """Dims that only a gradient has: an accumulator as it is stored, where that is a shard or a stack of layers."""
+        """The dims that only a gradient has: stored accumulators that are a shard or a stack of layers."""
         found = set()
         for leaf in self.layout.by_path.values():
             shard = self._shard(leaf, "grad")
@@ -233,7 +231,7 @@ class Judge:
 
     @functools.cached_property
     def _reduced(self) -> set[Place]:
-        """What flows into a reduction over devices: whole gradients, and what they are cast or added up from."""
+        """Values that flow into a reduction over devices: full gradients, before and after casts and sums."""
         found: set[Place] = set()
         for inst in self.flow.by_name.values():
             if is_collective(inst, "reduce-scatter", self.flow) or _scope(inst.op_name)[0] == "reduce":
@@ -242,7 +240,7 @@ class Judge:
         return found
 
     def _mark(self, place: Place, found: set[Place]) -> None:
-        """Mark what has as many elements as the gradient it becomes, back to the matmul or call that makes it."""
+        """Mark a gradient and its predecessors of the same size, back to the matmul or call that makes it."""
         instruction, index = place
         if place in found or instruction.opcode == "parameter":
             return
@@ -259,12 +257,12 @@ class Judge:
                 self._mark(before, found)
 
     def _is_logits(self, value: Value) -> bool:
-        """A dim is the vocabulary or a device's part of it, or that rounded up as matmuls like it."""
+        """Whether a dim is the vocabulary size or a device's part of it, possibly rounded up for matmuls."""
         return any(0 <= dim - size < 128 for dim in value.dims[-2:] for size in self._vocab_sizes)
 
     @functools.cached_property
     def _vocab_sizes(self) -> set[int]:
-        """The vocabulary, and the part of it that a device has where a weight of its size is cut."""
+        """The vocabulary size, and a device's part of it if a weight's vocabulary dim is split."""
         if self.vocab_size is None:
             return set()
         size = self.vocab_size
@@ -273,7 +271,7 @@ class Judge:
 
     @functools.cached_property
     def _backward_start(self) -> float:
-        """The first step of the schedule that differentiates something; what is only prepared for it does not count."""
+        """The first step of the backward in the schedule. Values computed only from weights do not count."""
         starts = [
             start
             for (name, index), (start, _) in self.ranges.items()
@@ -288,20 +286,20 @@ def _is_attention(instruction: Instruction, op_name: str) -> bool:
 
 
 def _by_name(op_name: str) -> str:
-    """Decide by an operation's name alone."""
+    """Classify by the operation's name."""
     if _is_models(op_name):
         return "compute"
     return "activations" if "jfsdp.tick" in op_name and "jfsdp.backward" not in op_name else "unattributed"
 
 
 def _is_models(op_name: str) -> bool:
-    """Whether an operation is of the loss that is differentiated: its forward or its backward."""
+    """Whether an operation belongs to the forward or backward of the loss."""
     return "jvp(" in op_name or "transpose(" in op_name or "checkpoint" in op_name
 
 
-def own_line(instruction: Instruction) -> str:
-    """Return the innermost line of an operation that is neither a library's nor this one's, nor of who called this."""
+def user_line(instruction: Instruction) -> str:
+    """Return the innermost line of the model: neither in a library or jfsdp, nor in a caller of jfsdp."""
     stack = instruction.stack
     outermost = max((at for at, line in enumerate(stack) if line.startswith(_PACKAGE)), default=len(stack))
-    own = (line for line in stack[:outermost] if "/site-packages/" not in line and not line.startswith(_PACKAGE))
-    return next(own, instruction.source)
+    lines = (line for line in stack[:outermost] if "/site-packages/" not in line and not line.startswith(_PACKAGE))
+    return next(lines, instruction.source)

@@ -28,7 +28,7 @@ from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import SCALARS_BYTES, Collective
-from jfsdp.plan.hlo.kept_weights import find_held
+from jfsdp.plan.hlo.kept_weights import find_kept_weights
 from jfsdp.plan.hlo.parse import Instruction, Module, Shape, hlo_dtype
 from jfsdp.plan.hlo.slices import find_wrong_slices
 from jfsdp.plan.hlo.trip_counts import walk
@@ -81,9 +81,10 @@ class Check:
         for wrong in find_wrong_slices(self.module):
             stack, inst = wrong.stack, wrong.instruction
             message = (
-                f"{inst.name}: the first iterations of a loop ask for slices {wrong.asked[0]} and {wrong.asked[1]} of "
-                f"{stack.dtype}{list(stack.dims)} in {stack.memory} memory, and XLA compiled them to byte offsets "
-                f"{wrong.bytes_taken[0]} and {wrong.bytes_taken[1]}: wrong values on a GPU, without an error; use "
+                f"{inst.name}: the first iterations of a loop request slices {wrong.requested[0]} and "
+                f"{wrong.requested[1]} of {stack.dtype}{list(stack.dims)} in {stack.memory} memory, and XLA compiled "
+                f"them to byte offsets {wrong.bytes_taken[0]} and {wrong.bytes_taken[1]}: wrong values on a GPU, "
+                "without an error; use "
                 "jaxlib 0.11.1 or newer, which fixes this for offloaded activations (openxla/xla#46231), or keep them "
                 "on the device"
             )
@@ -222,13 +223,13 @@ class Check:
         XLA's combiner drops the names that tell a gather for the backward from one of the forward: so a program that
         gathers all that the layout says holds nothing.
         """
-        held = find_held(self.layout, self.module, self.ledger.parts)
+        kept = find_kept_weights(self.layout, self.module, self.ledger.parts)
         rows = [row for row in self.ledger.rows if row.kind == GATHER]
         missing = sum(row.expected_bytes - row.measured_bytes for row in rows)
-        if missing < sum(item.num_bytes for item in held) / 4:
+        if missing < sum(item.num_bytes for item in kept) / 4:
             return
-        for unit in dict.fromkeys(item.leaf.unit for item in held):
-            items = [item for item in held if item.leaf.unit == unit]
+        for unit in dict.fromkeys(item.leaf.unit for item in kept):
+            items = [item for item in kept if item.leaf.unit == unit]
             size = sum(item.num_bytes for item in items)
             leaves = [self.layout.by_path[path] for path in self.layout.unit(unit).leaves]
             whole = sum(Shape(hlo_dtype(leaf.stage("use").dtype), leaf.cut_shape).num_bytes for leaf in leaves)
