@@ -178,7 +178,7 @@ def _ratios(plan: Plan) -> str:
     found = f"sent, over what the formula says: {ledger.wire_ratio:.4f}"
     if ledger.own_bytes:
         found += f"; the model's own collectives {ledger.own_ratio or 0:.4f}"
-        found += f" (not understood: {own.unread[0]})" if own and own.unread else ""
+        found += f" (not understood: {own.unknown[0]})" if own and own.unknown else ""
     return found
 
 

@@ -42,7 +42,7 @@ def found(fn, *args):
 
 def sent(fn, *args):
     result = found(fn, *args)
-    assert result.unread == ()
+    assert result.unknown == ()
     return [(item.kind, item.wire_bytes) for item in result.sent]
 
 
@@ -151,7 +151,7 @@ def test_a_sum_over_the_rows_too_is_the_strategys():
 
 def test_what_an_operation_without_a_rule_loses_is_said():
     result = found(lambda x, up: jax.lax.top_k(x @ up, 2)[0], X, UP)
-    assert result.unread == ("top_k",)
+    assert result.unknown == ("top_k",)
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_what_is_written_out_is_taken_over_or_said(send, unread, wanted):
         return send(x * jax.lax.axis_index("tensor"), "tensor")
 
     result = found(jax.shard_map(local, mesh=MESH, in_specs=P("fsdp"), out_specs=P("fsdp"), check_vma=False), X)
-    assert (result.unread, [(item.kind, item.wire_bytes) for item in result.sent]) == (unread, wanted)
+    assert (result.unknown, [(item.kind, item.wire_bytes) for item in result.sent]) == (unread, wanted)
 
 
 def test_without_a_trace_nothing_is_known():
@@ -237,5 +237,5 @@ def test_what_stages_send_is_split_over_tensor_too(fn, args, wanted):
     traced = jax.jit(fn).trace(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape, _ in args])
     specs = tuple(P() if spec == P("fsdp") else spec for _, spec in args)
     result = find_activations(Trace(traced.jaxpr.jaxpr, specs), STAGED)
-    assert result.unread == ()
+    assert result.unknown == ()
     assert [("/".join(item.axes), item.kind, item.wire_bytes) for item in result.sent] == wanted

@@ -241,7 +241,7 @@ def test_a_program_without_named_arguments_says_what_was_not_looked_for():
     text, layout = clean()
     report = audit(text.replace('op_name="state.', 'op_name="args.'), layout)
     assert report.is_ok
-    assert "were not looked for" in report.notes[0]
+    assert "were not checked" in report.notes[0]
 
 
 def test_fewer_bytes_than_theory_are_a_note_and_no_finding():

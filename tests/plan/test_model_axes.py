@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import parse_module
-from jfsdp.plan.traffic.attribution import is_own
+from jfsdp.plan.traffic.attribution import is_over_model_axes
 from jfsdp.plan.traffic.audit import audit
 from jfsdp.plan.traffic.checks import excess_elements
 from jfsdp.plan.traffic.ledger import OWN, make_ledger
@@ -48,7 +48,9 @@ def test_weights_move_as_theory_says_and_the_models_own_is_told_apart(kind):
     assert own
     assert {row.axes for row in own} == {("tensor",)}
     assert {row.expected_bytes for row in own} == {0.0}
-    assert found.own_bytes == pytest.approx(sum(item.total_bytes for item in collectives if is_own(layout, item)))
+    assert found.own_bytes == pytest.approx(
+        sum(item.total_bytes for item in collectives if is_over_model_axes(layout, item))
+    )
     rest = [row for row in found.rows if row.what not in (OWN, "scalars")]
     both = [row for row in rest if row.axes == ("fsdp", "tensor")]  # XLA sums vectors over all that saw other tokens
     assert {row.axes for row in rest if row not in both} == {("fsdp",)}
@@ -83,8 +85,8 @@ def test_no_trap_is_seen_in_what_the_model_asked_for(kind):
     for known in (None, trace):
         report = audit(module, layout, trace=known)
         assert report.is_ok, str(report)
-        (note,) = (note for note in report.notes if "are the model's own" in note)
-        assert ("by theory (ratio 1.00" if known else "theory is silent of them") in note
+        (note,) = (note for note in report.notes if "the model's own collectives" in note)
+        assert ("by theory (ratio 1.00" if known else "needs the step's trace") in note
     assert report.ledger.own_ratio == pytest.approx(1, abs=1e-3)
     assert_collectives(module, layout, trace=trace)
 
@@ -97,7 +99,7 @@ def test_theory_of_activations_is_what_is_compiled(kind, remat):
     module, layout, trace = program(kind, 8, 2, remat, num_layers=3)
     found = make_ledger(layout, find_collectives(module, NUM_DEVICES), trace=trace)
     assert found.own_theory is not None
-    assert found.own_theory.unread == ()
+    assert found.own_theory.unknown == ()
     wide = [row for row in found.rows if row.what == OWN and row.dtype == "bf16"]
     assert {row.kind for row in wide} == {"all-gather", "reduce-scatter", *["all-reduce"] * (kind == "xla")}
     assert all(row.measured_bytes == row.expected_bytes for row in wide)

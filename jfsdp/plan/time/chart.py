@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jfsdp.extras import load
 from jfsdp.layout.mesh import MODEL_AXES
 from jfsdp.plan.hlo.parse import Module, parse_module
-from jfsdp.plan.traffic.attribution import group_axes, is_own
+from jfsdp.plan.traffic.attribution import group_axes, is_over_model_axes
 
 if TYPE_CHECKING:
     from jfsdp.plan.plan import Plan
@@ -122,7 +122,9 @@ def plot_timeline(plan: Plan, path: str | Path) -> None:
     if Path(path).suffix.lower() not in ENDINGS:
         raise ValueError(f"{path}: a plot is a {' or a '.join(ENDINGS)}; rename it")
     collectives = (timed.collective for timed in plan.timeline.collectives)
-    own = {one.name: group_axes(plan.layout, one.group)[0] for one in collectives if is_own(plan.layout, one)}
+    own = {
+        one.name: group_axes(plan.layout, one.group)[0] for one in collectives if is_over_model_axes(plan.layout, one)
+    }
     units = collective_units(plan.ledger)
     module = parse_module(plan.compiled.text)
     step = [event for event in plan.timeline.events if event.computation == module.entry.name]

@@ -1,1 +1,1 @@
-"""What a program moves beside what its layout must move: theory, ledger, audit."""
+"""Compare a program's communication with its layout: theory, ledger, audit."""

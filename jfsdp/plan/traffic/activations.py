@@ -1,19 +1,28 @@
-"""What a step must send over the axes that the model itself is split over, read from its trace.
+"""Predict the activations that a step must send over the model axes (`tensor`, `pipe`), from its trace.
 
 [Note: theory of activations]
-The trace of a step says which dims are split: those of the weights, as the layout cuts them, and those that the model
-states. From there each value follows by [Note: where a dim goes]: it is whole, split along a dim, or a sum that is
-still to be formed (of a matrix product over a split dim, say). It is sent where it is read as something else: a sum
-that is to be split is a reduce-scatter, one that is read whole an all-reduce, a split value that is read whole an
-all-gather, and one that is to be split elsewhere an all-to-all; to split what is whole is free. What a sum becomes
-is open through operations on single elements, until a statement, an operation or the end of a loop's iteration says it.
-Sums that are added are one; but additions are not put in another order, as of what is whole and added between.
-Of a value that another axis splits a part is sent. A sum over two axes is formed at once, whole if it is to be whole
-over one of them: to split what is whole is free. What a pipeline writes out over `pipe` is taken over, and a sum over
-`pipe` of one over `tensor` that is still to be formed is one sum over both. What nobody reads is not sent; but a loop
-sends in every iteration. Nothing is read of what XLA compiled. It may send less, where of a sum that is stated whole
-only a part is read; what it sends beyond is its own choice. The optimizer's update is left out: elements of a leaf may
-need each other there.
+The trace states the sharding of the weights (from the layout) and of values that the model constrains. Propagation by
+[Note: propagation of dims] gives every other value a form: replicated, sharded along a dim, or a pending sum (of a
+matmul over a sharded dim, say). Reading a value in another form costs a collective:
+
+  pending sum -> sharded      reduce-scatter
+  pending sum -> replicated   all-reduce
+  sharded -> replicated       all-gather
+  sharded -> another dim      all-to-all
+  replicated -> sharded       free
+
+- A sum stays pending through elementwise operations, until a constraint, another operation or the end of a loop's
+  iteration decides its form. Pending sums that are added are one sum. Additions are not reordered, so a replicated
+  value added in between separates sums.
+- If another axis shards a value, only a device's part is sent.
+- A sum over two axes is reduced at once. It becomes replicated if one of the axes needs it replicated.
+- A pipeline's explicit collectives over `pipe` count as written. A `pipe` sum of a pending `tensor` sum is one sum over
+  both axes.
+- Unused values are not sent, but a loop sends in every iteration.
+- The optimizer's update is excluded, since it may mix the elements of a leaf.
+
+The compiled program is not read. XLA may send less, if only a part of a replicated sum is read. It may also choose to
+send more.
 """
 
 from __future__ import annotations
@@ -37,15 +46,15 @@ from jfsdp.train.step.step import Trace
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """One value that crosses an axis.
+    """One value that is sent over a model axis.
 
     Attributes:
-      axes: the mesh axes: one, or those over which one sum is formed.
+      axes: the mesh axis, or the axes of one sum.
       kind: of the collective.
-      dtype: as HLO writes it.
+      dtype: HLO's name.
       wire_bytes: sent per device and step.
-      times: how often per step.
-      source: the operation by which it has to, by its name in the program.
+      times: collectives per step.
+      source: the name of the operation that requires it.
     """
 
     axes: tuple[str, ...]
@@ -58,46 +67,46 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """What a step must send over the model's axes; see [Note: theory of activations].
+    """The values that a step must send over the model axes; see [Note: theory of activations].
 
     Attributes:
       sent: in the order of the trace.
-      unread: operations of which it is not known what they do with a split dim: theory may be wrong about these.
+      unknown: operations without a rule for a sharded dim, so that theory may be wrong.
     """
 
     sent: tuple[Sent, ...]
-    unread: tuple[str, ...]
+    unknown: tuple[str, ...]
 
 
-_WRITTEN = {"psum": ALL_REDUCE, "psum_invariant": ALL_REDUCE, "ppermute": PERMUTE}
+_EXPLICIT = {"psum": ALL_REDUCE, "psum_invariant": ALL_REDUCE, "ppermute": PERMUTE}
 
 
 class _Walk:
-    """Follows a trace along all axes of the model at once, with the rows of the batch over the data axes."""
+    """Propagates shardings through a trace, for all model axes and for the rows of the batch over the data axes."""
 
     def __init__(self, layout: Layout):
         self.sent: list[Sent] = []
-        self.is_read: set[Any] = set()  # by some operation that was met
+        self.used: set[Any] = set()  # inputs of visited operations
         self.times = 1
-        self.now: dict[Any, tuple[Sent, float]] = {}  # what the operation at hand sends of a value, and its bytes
+        self.current: dict[Any, tuple[Sent, float]] = {}  # sent values of the current operation, with their bytes
         self.sizes = dict(layout.mesh_sizes)
         self.rows = Axis(layout.data_axes, layout.num_shards(layout.data_axes))
-        self.own = [Axis((axis,), self.sizes[axis]) for axis in _model_axes(layout)]
-        for axis in self.own:
+        self.model_axes = [Axis((axis,), self.sizes[axis]) for axis in _model_axes(layout)]
+        for axis in self.model_axes:
             axis.send = functools.partial(self._send, axis)
-        self.axes = (*self.own, self.rows)
+        self.axes = (*self.model_axes, self.rows)
 
     def _send(self, axis: Axis, kind: str, var: Any, eqn: Any) -> None:
-        rows, others = self.rows.read(var), [other for other in self.own if other is not axis]
-        if isinstance(rows, Sum):  # one sum over both, which is the strategy's
+        rows, others = self.rows.read(var), [other for other in self.model_axes if other is not axis]
+        if isinstance(rows, Sum):  # also a sum over the data axes: the strategy's reduction includes it
             return
         is_split = [other for other in (*others, self.rows) if isinstance(other.read(var), int)]
         size = num_bytes(var.aval) / math.prod(other.parts for other in is_split)
         self._add(kind, var, size, axis.names, eqn)
 
     def _add(self, kind: str, var: Any, size: float, axes: Collection[str], eqn: Any) -> None:
-        """Note what is sent. What one operation forms of a value over several axes is one sum, or one gather."""
-        found, before = self.now.get(var, (None, 0.0))
+        """Record a sent value; one operation's collectives of a value over several axes are one collective."""
+        found, before = self.current.get(var, (None, 0.0))
         if found and (kind == found.kind or {kind, found.kind} == {ALL_REDUCE, REDUCE_SCATTER}):
             self.sent.remove(found)
             kind, axes, size = kind if kind == found.kind else ALL_REDUCE, {*axes, *found.axes}, max(size, before)
@@ -105,19 +114,19 @@ class _Walk:
         moved = wire_bytes(kind, size, math.prod(self.sizes[axis] for axis in ordered)) * self.times
         name = f"{eqn.source_info.name_stack}/{eqn.primitive.name}"
         self.sent.append(Sent(ordered, kind, hlo_dtype(str(var.aval.dtype)), moved, self.times, name))
-        self.now[var] = self.sent[-1], size
+        self.current[var] = self.sent[-1], size
 
     def run(self, jaxpr: Any) -> None:
-        """Follow the operations of a jaxpr, whose inputs have their forms."""
-        self.is_read |= {atom for eqn in jaxpr.eqns for atom in eqn.invars if not is_literal(atom)}
-        self.is_read |= {atom for atom in jaxpr.outvars if not is_literal(atom)}
+        """Propagate through a jaxpr whose inputs have forms."""
+        self.used |= {atom for eqn in jaxpr.eqns for atom in eqn.invars if not is_literal(atom)}
+        self.used |= {atom for atom in jaxpr.outvars if not is_literal(atom)}
         for eqn in jaxpr.eqns:
             if f"{SCOPE}.update" not in str(eqn.source_info.name_stack):
                 self._step(eqn)
 
     def _step(self, eqn: Any) -> None:
         name = eqn.primitive.name
-        self.now = {}
+        self.current = {}
         if name in ("sharding_constraint", "reshard"):
             for axis in self.axes:
                 axis.state(eqn)
@@ -132,28 +141,28 @@ class _Walk:
             self.run(inner)
             self._pass(inner.outvars, eqn.outvars)
         else:
-            for axis in self.own:
+            for axis in self.model_axes:
                 if _is_collective(eqn, axis.names):
-                    self._written(axis, eqn)
+                    self._run_explicit(axis, eqn)
             for axis in self.axes:
                 axis.compute(eqn)
 
-    def _written(self, axis: Axis, eqn: Any) -> None:
-        """Take over what is written out over an axis, of kinds that a pipeline has."""
-        kind = _WRITTEN.get(eqn.primitive.name)
+    def _run_explicit(self, axis: Axis, eqn: Any) -> None:
+        """Record an explicit collective over an axis, of the kinds that a pipeline uses."""
+        kind = _EXPLICIT.get(eqn.primitive.name)
         if kind is None:
-            axis.unread[eqn.primitive.name] = None
+            axis.unknown[eqn.primitive.name] = None
             return
-        if all(one == other for one, other in eqn.params.get("perm", [(0, 1)])):  # what stays is not sent
+        if all(one == other for one, other in eqn.params.get("perm", [(0, 1)])):  # each device keeps its value
             return
         for var, given in zip(eqn.outvars, eqn.invars, strict=True):
             size, axes = float(num_bytes(var.aval)), set(axis.names)
-            for other in self.own:
+            for other in self.model_axes:
                 if other is axis:
                     continue
                 if isinstance(other.read(given), int):
                     size /= other.parts
-                elif kind == ALL_REDUCE and other.joins(given, eqn):
+                elif kind == ALL_REDUCE and other.merge_sum(given, eqn):
                     axes |= other.names
             self._add(kind, var, size, axes, eqn)
 
@@ -162,12 +171,12 @@ class _Walk:
             axis.forms.update(zip(taken, [axis.read(atom) for atom in given], strict=True))
 
     def _shard_map(self, eqn: Any) -> None:
-        """Inside, a device has its part of what the specs split."""
+        """Propagate through a `shard_map`, whose body sees a device's shard along the mapped axes."""
         (inner,), names = inner_jaxprs(eqn), manual_axes(eqn)
         mapped = [axis for axis in self.axes if axis.names & names]
         for axis in mapped:
             for atom, spec in zip(eqn.invars, eqn.params["in_specs"], strict=True):
-                axis.turn(atom, axis.dim(spec), eqn)
+                axis.reshard(atom, axis.dim(spec), eqn)
         self._pass(eqn.invars, inner.invars)
         for axis in mapped:
             axis.forms.update(dict.fromkeys(inner.invars))
@@ -178,10 +187,10 @@ class _Walk:
             axis.forms.update((out, axis.dim(spec)) for out, spec in zip(eqn.outvars, specs, strict=True))
 
     def _scan(self, eqn: Any) -> None:
-        """Follow the body until what it carries is split as before; its iterations end with all sums formed."""
+        """Propagate through the body until the forms of its carry are stable. Each iteration reduces its sums."""
         (body,), (num_consts, num_carry) = inner_jaxprs(eqn), scan_counts(eqn)
-        if eqn.params["length"] == 1:  # of a loop what is carried on is computed, though nobody reads the last of it
-            needed, _ = dce_jaxpr(body, [out in self.is_read for out in eqn.outvars], instantiate=True)
+        if eqn.params["length"] == 1:  # longer loops compute the whole carry, even if its last value is unused
+            needed, _ = dce_jaxpr(body, [out in self.used for out in eqn.outvars], instantiate=True)
             body = body.replace(eqns=needed.eqns)
         loop = Loop(eqn, body, num_consts, num_carry)
         starts = {axis: axis.enter(loop) for axis in self.axes}
@@ -192,7 +201,7 @@ class _Walk:
             for axis, start in starts.items():
                 axis.forms.update(zip(body.invars, start, strict=True))
             self.run(body)
-            self.now = {}
+            self.current = {}
             has_changed = any(axis.changes(loop, start) for axis, start in starts.items())
         for axis, start in starts.items():
             axis.leave(loop, start)
@@ -200,40 +209,42 @@ class _Walk:
 
 
 def find_activations(trace: Trace | None, layout: Layout) -> Activations:
-    """Return what a step must send over the model's axes; see [Note: theory of activations].
+    """Return the values that a step must send over the model axes; see [Note: theory of activations].
 
     Args:
-      trace: of the step, as `TrainStep.trace` returns it; None: nothing is known of it.
+      trace: of the step, from `TrainStep.trace`; None: unknown, and the result is empty.
     """
     if trace is None or not _model_axes(layout):
         return Activations((), ())
-    jaxpr, _ = dce_jaxpr(trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True)  # what somebody reads
+    jaxpr, _ = dce_jaxpr(trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True)  # used values only
     walk = _Walk(layout)
     for axis in walk.axes:
         axis.forms.update(zip(jaxpr.invars, map(axis.dim, trace.specs), strict=True))
     walk.run(jaxpr)
-    walk.now = {}
-    for axis in walk.own:
+    walk.current = {}
+    for axis in walk.model_axes:
         for atom in jaxpr.outvars:
             if isinstance(axis.read(atom), Sum):
-                axis.turn(atom, None, jaxpr.eqns[-1])
-    return Activations(tuple(walk.sent), tuple(dict.fromkeys(name for axis in walk.own for name in axis.unread)))
+                axis.reshard(atom, None, jaxpr.eqns[-1])
+    return Activations(
+        tuple(walk.sent), tuple(dict.fromkeys(name for axis in walk.model_axes for name in axis.unknown))
+    )
 
 
 def _model_axes(layout: Layout) -> list[str]:
-    """Return the axes of several devices that the model itself is split over."""
+    """Return the model axes of size 2 or more."""
     sizes = dict(layout.mesh_sizes)
     return [axis for axis in MODEL_AXES if sizes.get(axis, 1) > 1]
 
 
 def _is_collective(eqn: Any, axes: Collection[str]) -> bool:
-    """Tell whether an operation of a `shard_map` is the model's own collective over some axes."""
+    """Return whether an operation is an explicit collective over one of the axes."""
     named = eqn.params.get("axes", eqn.params.get("axis_name", ()))
     moves = eqn.primitive.name not in ("axis_index", "pvary", "pcast")
     return moves and any(axis in axes for axis in (named if isinstance(named, tuple | list) else (named,)))
 
 
 def _called(eqn: Any) -> Any:
-    """Return the body of a call, and of nothing else."""
+    """Return the body of a call; None for other operations."""
     found = [inner for inner in inner_jaxprs(eqn) if len(inner.invars) == len(eqn.invars)]
     return found[0] if found and len(found[0].outvars) == len(eqn.outvars) else None

@@ -1,12 +1,12 @@
-"""Whose a collective is: each of its arrays is given to a leaf of the layout.
+"""Attribute each array of a collective to a leaf of the layout.
 
-[Note: whose collective]
-XLA combines collectives, renames them and takes layer dims off, so every array of a collective is attributed by
-itself: by the unit in the engine's scopes (`jfsdp.gather.layers`) where the name still has them, and by its shape
-against the leaves' stored, logical and sliced shapes. Where several leaves have that shape, the one with the most
-still to come by theory gets it; so in a list of equal layers the sums are certain and the single rows are not. What
-fits nothing is unknown, and is listed with its place in the source. A collective over the axes that the model itself
-is split over (`tensor`) belongs to no leaf, whatever it carries: it is the model's own; see activations.py.
+[Note: attribution of collectives]
+XLA combines and renames collectives and drops layer dims, so each array of a collective is attributed separately. The
+evidence is the unit in the engine's scopes (`jfsdp.gather.layers`), if the name still has one, and the array's shape,
+compared with the leaves' stored, logical and sliced shapes. Among several leaves of that shape, the array goes to the
+one with the most expected bytes remaining. So for a list of equal layers only the sums are certain, not the single
+rows. An array that fits no leaf is unknown, and is listed with its source line. A collective over model axes only
+(`tensor`) belongs to no leaf: it moves activations (activations.py).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import PERMUTE, Collective
 from jfsdp.plan.hlo.op_names import find_scopes, split_names
 
-SCALAR_ELEMENTS = 64  # arrays up to this size that no leaf explains are counts, norms and the like
-_WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # what a leaf may be in a collective that is not expected
+SCALAR_ELEMENTS = 64  # arrays up to this size that fit no leaf are counts, norms and similar
+_WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # forms of a leaf in a collective that theory does not expect
 _MOVES = (GATHER, SCATTER, REDUCE)
 
 
@@ -36,12 +36,12 @@ class Part:
 
     Attributes:
       collective: the whole instruction.
-      path: the leaf it belongs to; "" for scalars.
-      unit: that leaf's unit.
-      dtype: as HLO writes it.
-      elements: of the gathered (or not yet reduced) array, times the executions per step.
+      path: its leaf; "" for scalars.
+      unit: the leaf's unit.
+      dtype: HLO's name.
+      elements: of the gathered (or unreduced) array, times the executions per step.
       wire_bytes: sent per device and step.
-      op_name: its own name, where XLA kept one for each array that it combined; else that of the collective.
+      op_name: the array's name if XLA kept one for each combined array, else the collective's.
     """
 
     collective: Collective
@@ -54,7 +54,7 @@ class Part:
 
 
 class Attribution:
-    """Finds the leaf of every array; keeps count of what theory still expects of each leaf."""
+    """Finds the leaf of every array; counts the elements that theory still expects of each leaf."""
 
     def __init__(self, layout: Layout, moves: Sequence[Move]):
         self.layout = layout
@@ -70,7 +70,7 @@ class Attribution:
             self._index(_PIECES, move.leaf, move.pieces)
 
     def _index(self, key: tuple[Any, ...], leaf: Leaf, pieces: int) -> None:
-        """Enter the shapes of a leaf, exact and by size, under the collective that they are expected in, or for any."""
+        """Index a leaf by its shapes and sizes in a collective (`key`)."""
         shapes = set(_shapes(leaf, pieces))
         for shape in {_dims(shape) for shape in shapes} | {math.prod(shape) for shape in shapes}:
             leaves = self.by_shape.setdefault((*key, shape), [])
@@ -78,33 +78,33 @@ class Attribution:
                 leaves.append(leaf)
 
     def _candidates(self, item: Collective, dims: tuple[int, ...]) -> list[Leaf]:
-        """Return the leaves that an array may be: with its dims before its size, expected before not expected."""
+        """Return the leaves of an array's dims, or else of its size. Expected collectives come before others."""
         expected = item.kind, _group_key(item.kind, item.group_size)
         keys = [(*key, shape) for shape in (_dims(dims), math.prod(dims)) for key in (expected, _WHOLE, _PIECES)]
         return next((self.by_shape[key] for key in keys if key in self.by_shape), [])
 
     def parts(self, item: Collective) -> tuple[list[Part], float]:
-        """Return the attributed arrays of a collective, and the bytes of those that fit nothing."""
+        """Return the attributed arrays of a collective, and the bytes of the unknown ones."""
         taken: Counter[str] = Counter()
         found: list[Part] = []
-        lost = 0.0
+        unknown_bytes = 0.0
         names = split_names(item.op_name, len(item.parts))
         for shape, name in zip(item.parts, names, strict=True):
             units = [self.unit_of.get(unit, unit) for _, unit in find_scopes(name) if unit]
             sent = item.count * wire_bytes(item.kind, shape.num_bytes, item.group_size)
             path = self._find(item, shape.dims, units, taken)
             if path is None:
-                lost += sent
+                unknown_bytes += sent
                 continue
             taken[path] += 1
             elements = float(item.count * shape.num_elements)
             self.remaining[path, item.kind, _group_key(item.kind, item.group_size)] -= elements  # type: ignore[assignment]
             unit = self.layout.by_path[path].unit if path else ROOT
             found.append(Part(item, path, unit, shape.dtype, elements, sent, name))
-        return found, lost
+        return found, unknown_bytes
 
     def _find(self, item: Collective, dims: tuple[int, ...], units: Sequence[str], taken: Counter[str]) -> str | None:
-        """Return the leaf of one array, "" for a scalar; None: unknown."""
+        """Return the path of an array's leaf; "" for a scalar; None: unknown."""
         size = math.prod(dims)
         if item.kind not in _MOVES and not (item.kind == PERMUTE and "jfsdp." in item.op_name):
             return None
@@ -118,10 +118,10 @@ class Attribution:
     def _fit(
         self, leaf: Leaf, item: Collective, size: int, units: Sequence[str], taken: Counter[str]
     ) -> tuple[Any, ...]:
-        """Rank a candidate: named by the scope and not yet in this collective, then by what theory still expects."""
+        """Rank a candidate: by its unit's name in the scope if new in this collective, then by remaining elements."""
         is_named = leaf.unit in units and not taken[leaf.path]
         remaining = self._remaining(leaf, item)
-        # What remains of several leaves may be enough: the one of which this is all that remains.
+        # If several leaves have enough elements remaining, choose the one with the fewest.
         return is_named, remaining > 0, -abs(remaining - item.count * size), bool(leaf.stacked) == item.in_loop
 
     def _remaining(self, leaf: Leaf, item: Collective) -> float:
@@ -133,7 +133,7 @@ def _group_key(kind: str, group_size: int) -> int:
 
 
 def _shapes(leaf: Leaf, pieces: int) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes that a piece of a leaf may have: stored, and if whole logical; layer dims taken off or not."""
+    """Yield the possible shapes of a leaf's piece: stored, and logical if whole; with and without layer dims."""
     for shape in {leaf.piece_shape(pieces), *([cut_sizes(leaf.shape, leaf.cuts)] if pieces == 1 else [])}:
         for sliced in range(leaf.stacked + 1):
             yield shape[sliced:]
@@ -144,10 +144,9 @@ def _dims(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
-    """Return the mesh axes along which the devices of a group differ; () if a group is no block of the mesh.
+    """Return the mesh axes along which the devices of a group differ; () if the group is not a block of the mesh.
 
-    Devices are numbered from the mesh's outermost axis to its innermost, which counts fastest. An axis that a group
-    spans only in part counts.
+    Device numbers increase fastest along the innermost axis. An axis that the group spans partly is included.
     """
     places: list[list[int]] = []
     rest, sizes = list(group), [(axis, dict(layout.mesh_sizes).get(axis, 1)) for axis in OUTER_FIRST]
@@ -160,10 +159,10 @@ def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
     return axes if math.prod(spans.values()) == len(set(group)) else ()
 
 
-def is_own(layout: Layout, item: Collective) -> bool:
-    """Tell whether a collective runs over the axes alone that the model itself is split over.
+def is_over_model_axes(layout: Layout, item: Collective) -> bool:
+    """Return whether a collective is over model axes only.
 
-    No strategy moves anything there: it is what the model's own shardings cost; see activations.py.
+    Strategies move nothing there. Such collectives follow from the model's shardings (activations.py).
     """
     axes = group_axes(layout, item.group)
     return bool(axes) and set(axes) <= set(MODEL_AXES)

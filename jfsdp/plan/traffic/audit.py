@@ -1,4 +1,4 @@
-"""The audit: does a compiled step do what its layout says? `checks.py` knows the ways in which it may not."""
+"""Audit a compiled step against its layout, with the checks of checks.py."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from jfsdp.plan.hlo.collectives import SCALARS_BYTES, find_collectives
 from jfsdp.plan.hlo.op_names import find_argument
 from jfsdp.plan.hlo.parse import Instruction, Module, parse_module
 from jfsdp.plan.time.timeline import overlapped_share
-from jfsdp.plan.traffic.attribution import is_own
+from jfsdp.plan.traffic.attribution import is_over_model_axes
 from jfsdp.plan.traffic.checks import Check, Finding, gb
 from jfsdp.plan.traffic.ledger import OWN, Ledger, make_ledger, one_microbatch
 from jfsdp.train.step.step import Trace
 
-# What a program of another strategy, mesh or step than the layout's is found guilty of.
-_OF_ANOTHER = ("extra-bytes", "activations", "repeated-gather", "all-reduce", "held", "replicated", "optimizer-state")
+# Findings that usually mean the program was compiled for another strategy, mesh or step than the layout's.
+_OTHER_LAYOUT = ("extra-bytes", "activations", "repeated-gather", "all-reduce", "held", "replicated", "optimizer-state")
 _STAGES = {"params": "param", "work": "work", "opt_state": "opt"}
 
 
 @dataclasses.dataclass(frozen=True)
 class AuditReport:
-    """What an audit found.
+    """Findings and collectives of a compiled step.
 
     Attributes:
-      findings: what is against the layout; none where all is well.
-      ledger: every collective, unit by unit, beside theory.
-      overlap: the share of collective bytes in loops with a matmul between start and done; None where no loop has any.
-      notes: what could not be checked, and what is unusual and no fault.
+      findings: differences from the layout; empty if there are none.
+      ledger: every collective by unit, compared with theory.
+      overlap: the share of collective bytes in loops with a matmul between start and done; None if no loop has any.
+      notes: checks that were impossible, and unusual facts that are not faults.
     """
 
     findings: tuple[Finding, ...]
@@ -45,7 +45,7 @@ class AuditReport:
 
     @property
     def is_ok(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class AuditReport:
         verdict = f"{num} finding{'s' if num > 1 else ''}" if num else "ok"
         what = " of weights" if ledger.own_bytes else ""
         head = (
-            f"{gb(ledger.wire_bytes - ledger.own_bytes)}{what} on the wire per device and step, "
+            f"{gb(ledger.wire_bytes - ledger.own_bytes)}{what} sent per device and step, "
             f"{gb(ledger.wire_bytes_theory)} by theory "
             f"(ratio {ledger.wire_ratio:.4f}): {verdict}"
         )
@@ -83,22 +83,21 @@ def audit(
     calls: Mapping[str, Size] | None = None,
     trace: Trace | None = None,
 ) -> AuditReport:
-    """Compare a compiled training step with the layout it was made for; see [Note: traps].
+    """Compare a compiled training step with its layout; see [Note: audit checks].
 
     Args:
-      compiled: what `step.lower(...).compile()` returns, its text, the path of a file that holds the text, or what
-        `read_module` made of one.
-      tolerance: the share of theory's bytes that may be on the wire against the layout; of unknown ones a tenth of it.
-      min_overlap: the least share of collective bytes in loops that must have a matmul to hide behind; that a program
-        has no such bytes is a finding too, since it shows nothing. None: any.
-      gpus_per_node: to tell in the ledger what crosses nodes.
-      spec: of the step, `step.spec`; None: one microbatch of program "manual".
-      calls: how often a unit is called per microbatch, where that is not once.
-      trace: of the step, for what the model sends over axes of its own (`tensor`): without it
-        theory is silent of it.
+      compiled: the result of `step.lower(...).compile()`, its text, the path of a file with the text, or the result of
+        `read_module`.
+      tolerance: the allowed excess, as a share of theory's bytes. A tenth of it is allowed for unknown collectives.
+      min_overlap: the least share of collective bytes in loops that must have a matmul between start and done. A
+        program without such bytes is a finding too, since it cannot show overlap. None: no minimum.
+      gpus_per_node: marks collectives that cross nodes in the ledger.
+      spec: `step.spec`; None: one microbatch of program "manual".
+      calls: calls per microbatch of units that are not called exactly once.
+      trace: of the step, for theory of activations over model axes (`tensor`); None: they are not checked.
 
     Raises:
-      ValueError: for what is no scheduled HLO, and for a program of another number of devices than the layout's mesh.
+      ValueError: if `compiled` is not scheduled HLO, or has another number of devices than the layout's mesh.
     """
     module = read_module(compiled)
     num_devices = _check_devices(module, layout)
@@ -108,7 +107,7 @@ def audit(
     allowed = tolerance * ledger.wire_bytes_theory + SCALARS_BYTES * spec.accumulate
     check = Check(layout, module, ledger, movements(layout, spec, calls), allowed)
     arguments = list(_arguments(module, layout))
-    share = overlapped_share(module, [item for item in collectives if not is_own(layout, item)])
+    share = overlapped_share(module, [item for item in collectives if not is_over_model_axes(layout, item)])
     findings = [
         *check.slices(),
         *check.wire_dtypes(),
@@ -117,25 +116,25 @@ def audit(
         *check.gathers(),
         *check.extra_bytes(tolerance),
         *check.activations(tolerance),
-        *(check.held() if set(spec.gathered) <= set(layout.gathered_in_pipeline) else []),
+        *(check.kept_weights() if set(spec.gathered) <= set(layout.gathered_in_pipeline) else []),
         *check.overlap(share, min_overlap),
         *check.unknown(),
     ]
-    notes = [*_notes(ledger, arguments, tolerance), *_doubts(findings, layout)]
+    notes = [*_notes(ledger, arguments, tolerance), *_other_layout_note(findings, layout)]
     return AuditReport(tuple(findings), ledger, share, tuple(notes))
 
 
 def read_module(compiled: Any) -> Module:
-    """Parse a compiled program, its text, or a file that holds the text; a module is what it is.
+    """Parse a compiled program, its text, or a file with the text. Returns a parsed module unchanged.
 
     Raises:
-      ValueError: if it is no scheduled HLO module.
+      ValueError: if it is not a scheduled HLO module.
     """
     if isinstance(compiled, Module):
         return compiled
     text = compiled.as_text() if hasattr(compiled, "as_text") else compiled
     if not isinstance(text, str | Path):
-        raise TypeError(f"{type(compiled).__name__} is neither a compiled program, nor its text, nor a file's path")
+        raise TypeError(f"{type(compiled).__name__} is neither a compiled program, nor its text, nor a file path")
     if isinstance(text, str) and ("\n" in text or "HloModule" in text):
         return parse_module(text)
     try:
@@ -152,14 +151,14 @@ def _check_devices(module: Module, layout: Layout) -> int:
     if found != num_devices:
         sizes = ", ".join(f"{name}={size}" for name, size in layout.mesh_sizes)
         raise ValueError(
-            f"HLO module {module.name}: is a program of {found} devices, and the layout's mesh ({sizes}) has "
-            f"{num_devices}; give the layout of the model that was compiled"
+            f"HLO module {module.name}: the program has {found} devices, but the layout's mesh ({sizes}) has "
+            f"{num_devices}; pass the layout of the model that was compiled"
         )
     return num_devices
 
 
 def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Instruction]]:
-    """Yield the step's arguments that belong to a leaf, with the stage in which they arrive."""
+    """Yield the leaf, stage and instruction of the step's arguments that belong to a leaf."""
     for instruction in module.entry.instructions:
         field, leaf = find_argument(instruction.op_name, layout.by_path)
         if instruction.opcode == "parameter" and field in _STAGES and leaf:
@@ -169,31 +168,31 @@ def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Inst
 def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterator[str]:
     if ledger.own_bytes:
         axes = dict.fromkeys(axis for row in ledger.rows if row.what == OWN for axis in row.axes)
-        theory = "theory is silent of them without the step's trace (trace=)"
+        theory = "theory needs the step's trace for them (trace=)"
         if own := ledger.own_theory:
             theory = f"{gb(ledger.own_bytes_theory)} by theory (ratio {ledger.own_ratio:.4f})"
-            unread = ", ".join(own.unread)
-            theory += f", which does not know what {unread} does with a dim that is split" if unread else ""
-        yield f"{gb(ledger.own_bytes)} more on the wire are the model's own, over {', '.join(axes)}: {theory}"
+            unknown = ", ".join(own.unknown)
+            theory += f", which has no rule for {unknown} on a dim that is split" if unknown else ""
+        yield f"{gb(ledger.own_bytes)} more are sent by the model's own collectives, over {', '.join(axes)}: {theory}"
     if not arguments:
         yield (
-            "no argument of the program is named as a part of a TrainState, so that replicated parameters and "
-            "optimizer states were not looked for"
+            "no argument of the program is named as a part of a TrainState, so replicated parameters and "
+            "optimizer states were not checked"
         )
     if ledger.wire_ratio < 1 - tolerance:
         yield (
-            f"{1 - ledger.wire_ratio:.1%} fewer bytes than theory: XLA leaves out gathers that no derivative reads, "
+            f"{1 - ledger.wire_ratio:.1%} fewer bytes than theory: XLA omits gathers that no derivative reads, "
             "and may sum microbatches before it reduces them"
         )
 
 
-def _doubts(findings: Iterable[Finding], layout: Layout) -> Iterator[str]:
-    """Say of what a program is found guilty that was compiled for another layout."""
-    traps = [trap for trap in _OF_ANOTHER if trap in {finding.trap for finding in findings}]
-    if traps:
+def _other_layout_note(findings: Iterable[Finding], layout: Layout) -> Iterator[str]:
+    """Yield a note if some findings may mean that the program was compiled for another layout."""
+    names = [name for name in _OTHER_LAYOUT if name in {finding.trap for finding in findings}]
+    if names:
         mesh = ", ".join(f"{axis}={size}" for axis, size in layout.mesh_sizes if size > 1)
         yield (
             f"the layout is {layout.strategy.name!r} on {mesh or 'one device'}; if the program was compiled for "
-            f"another strategy, mesh or number of microbatches, {', '.join(traps)} mean that and no more: audit it "
+            f"another strategy, mesh or number of microbatches, that explains {', '.join(names)}: audit it "
             "with the options that it was compiled with"
         )

@@ -1,17 +1,17 @@
-"""The traps: each way in which a program may go against its layout has a name, and a check.
+"""Audit checks: each kind of mismatch between a compiled program and its layout.
 
-[Note: traps]
-    wrong-slice      a loop that takes other slices of a stack than the program asks for: a fault of XLA, wrong numbers
-    wire-dtype       arrays on the wire in a wider dtype than the precision policy's, or in a narrower one
-    replicated       parameters that arrive at the step in larger shards than the layout's
-    optimizer-state  the same of optimizer states
-    extra-bytes      more bytes on the wire than theory
-    repeated-gather  a unit gathered more often than theory; XLA's own rematerialization does that near the memory limit
-    all-reduce       gradients all-reduced where the layout wants a reduce-scatter, at twice the bytes
-    held             gathered weights of a resharded unit that live from its forward to its backward
-    overlap          too few of the bytes in loops have a matmul between start and done, or no loop has any bytes
-    activations      more bytes over the axes that the model itself is split over (`tensor`) than its trace asks for
-    unknown          collectives that belong to no leaf: activations that move, an optimizer that mixes elements
+[Note: audit checks]
+    wrong-slice      a loop takes other slices of a stack than the program requests, by a fault of XLA: wrong values
+    wire-dtype       arrays are sent in a wider or narrower dtype than the precision policy's
+    replicated       the step's parameters have larger shards than the layout's
+    optimizer-state  the step's optimizer states have larger shards than the layout's
+    extra-bytes      more bytes are sent than in theory
+    repeated-gather  a unit is gathered more often than in theory, for example by XLA's rematerialization
+    all-reduce       gradients are all-reduced instead of reduce-scattered, at twice the bytes
+    held             gathered weights of a resharded unit are kept from its forward to its backward
+    overlap          too few of the bytes in loops have a matmul between start and done, or no loop sends any
+    activations      more bytes are sent over the model axes (`tensor`) than the step's trace requires
+    unknown          collectives belong to no leaf: activations that move, an optimizer that mixes elements
 """
 
 from __future__ import annotations
@@ -36,31 +36,31 @@ from jfsdp.plan.traffic.attribution import Part
 from jfsdp.plan.traffic.ledger import OWN, Ledger, Row
 
 _NARROW = {
-    True: "gradients are rounded before they are summed; cast after that, or give the layout this reduce_dtype",
-    False: "weights are rounded before they move; where the model itself casts what it gathers, XLA may cast before: "
-    "give the layout this param_dtype",
+    True: "gradients are rounded before they are summed; cast after that, or pass this reduce_dtype to the layout",
+    False: "weights are rounded before they are gathered; if the model casts gathered weights, XLA may cast earlier: "
+    "pass this param_dtype to the layout",
 }
 _REMATERIALIZED = (
-    "XLA's own rematerialization has been at work: disable it (xla_disable_hlo_passes=rematerialization) and give the "
+    "XLA's rematerialization repeated them: disable it (xla_disable_hlo_passes=rematerialization) and give the "
     "units a remat policy"
 )
 _CALLED = "a unit called several times per step must be declared: calls={unit: times}"
 _KEPT = (
-    "the layout keeps gathered weights until the backward, and this program gathers them there again, as one of a "
-    "strategy that reshards after the forward would"
+    "the layout keeps gathered weights until the backward, but this program gathers them again there, as with a "
+    "strategy that reshards after the forward"
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that a program does against its layout.
+    """One mismatch between a program and its layout.
 
     Attributes:
-      trap: its name in [Note: traps].
+      trap: the name of the check in [Note: audit checks].
       message: facts and remedy.
-      bytes: too many on the wire per device and step, or in memory per device; 0 where neither can be said.
-      path: the leaf, the largest of them where there are several; "" where it is about none.
-      source: the line of the source, or else the operation's name in the program; "" where XLA kept neither.
+      bytes: excess bytes sent per device and step, or in memory per device; 0 if unknown.
+      path: the leaf, or the largest of several; "" if it is about no leaf.
+      source: the source line, or else the operation's name; "" if XLA kept neither.
     """
 
     trap: str
@@ -71,27 +71,26 @@ class Finding:
 
 
 class Check:
-    """The traps, one method each; `allowed` is how many bytes on the wire may be against the layout."""
+    """The audit checks, a method for each; `allowed` is the number of excess bytes sent that is not a finding."""
 
     def __init__(self, layout: Layout, module: Module, ledger: Ledger, moves: Sequence[Move], allowed: float):
         self.layout, self.module, self.ledger, self.moves, self.allowed = layout, module, ledger, moves, allowed
 
     def slices(self) -> Iterator[Finding]:
-        """Slices of stacks that the GPU takes from other places than the program asks for."""
+        """Find slices of stacks with other offsets on the GPU than in the program."""
         for wrong in find_wrong_slices(self.module):
             stack, inst = wrong.stack, wrong.instruction
             message = (
                 f"{inst.name}: the first iterations of a loop request slices {wrong.requested[0]} and "
                 f"{wrong.requested[1]} of {stack.dtype}{list(stack.dims)} in {stack.memory} memory, and XLA compiled "
                 f"them to byte offsets {wrong.bytes_taken[0]} and {wrong.bytes_taken[1]}: wrong values on a GPU, "
-                "without an error; use "
-                "jaxlib 0.11.1 or newer, which fixes this for offloaded activations (openxla/xla#46231), or keep them "
-                "on the device"
+                "without an error; use jaxlib 0.11.1 or newer, which fixes this for offloaded activations "
+                "(openxla/xla#46231), or keep them on the device"
             )
             yield Finding("wrong-slice", message, 0.0, "", inst.source or inst.op_name)
 
     def wire_dtypes(self) -> Iterator[Finding]:
-        """Arrays of leaves in a wider or a narrower dtype than every movement of that kind of that leaf has."""
+        """Find arrays in a wider or narrower dtype than all of the leaf's movements of that kind."""
         expected: dict[tuple[str, bool], set[int]] = {}  # bytes of an element, by the leaf and whether it is summed
         for move in self.moves:
             expected.setdefault((move.leaf.path, _is_sum(move.kind)), set()).add(_item_bytes(hlo_dtype(move.dtype)))
@@ -112,14 +111,15 @@ class Check:
                 parts,
                 size,
                 f"{_name(unit)}: {kind} in {dtype}, wider than the precision policy says: {gb(size)} too many per "
-                "device and step; cast the shard before its gather and state its layout at rest after the cast",
+                "device and step; cast the shard before its gather and constrain it to its layout at rest after the "
+                "cast",
             )
         for (unit, kind, dtype), parts, _ in _group(narrow, key, self.allowed):
             what = f"{_name(unit)}: {kind} in {dtype}, narrower than the precision policy says"
             yield self._finding("wire-dtype", parts, 0.0, f"{what}: {_NARROW[_is_sum(kind)]}")
 
     def arguments(self, arguments: Iterable[tuple[Leaf, str, Instruction]]) -> Iterator[Finding]:
-        """Parameters and optimizer states that arrive in larger shards than the layout's."""
+        """Find parameters and optimizer states with larger shards than the layout's."""
         found: dict[tuple[str, str], list[tuple[int, Leaf, Instruction]]] = {}
         for leaf, stage, argument in arguments:
             size = excess_elements(self.layout, leaf, stage, argument.shapes[0].dims)
@@ -132,14 +132,14 @@ class Check:
             _, leaf, argument = max(items, key=lambda item: item[0])
             kind = "optimizer states" if trap == "optimizer-state" else "parameters"
             message = (
-                f"{_name(unit)}: {len(items)} {kind} arrive larger than their shards, first {leaf.path} as "
+                f"{_name(unit)}: {len(items)} {kind} are larger than their shards, first {leaf.path} as "
                 f"{argument.shapes[0].dtype}{list(argument.shapes[0].dims)} ({leaf.reason}): {gb(size)} of memory too "
-                "many per device; give the state the shardings of model.abstract_state(tx)"
+                "much per device; give the state the shardings of model.abstract_state(tx)"
             )
             yield Finding(trap, message, float(size), leaf.path, argument.op_name.replace("\\'", "'"))
 
     def all_reduces(self) -> Iterator[Finding]:
-        """All-reduces of gradients that theory scatters, beyond those that theory all-reduces."""
+        """Find all-reduced gradients that theory reduce-scatters."""
         scattered = {move.leaf.path for move in self.moves if move.kind == SCATTER}
         excess = {part: size for part, size in self._excess(REDUCE).items() if part.path in scattered}
         for unit, chosen, size in _group(excess, lambda part: part.unit, self.allowed):
@@ -153,9 +153,9 @@ class Check:
             )
 
     def _excess(self, kind: str) -> dict[Part, float]:
-        """Return the bytes beyond theory of the leaves' collectives of one kind.
+        """Return the excess bytes of each array in collectives of one kind.
 
-        Leaves of one shape are taken together: which of them an array belongs to is not always certain.
+        Leaves of one shape are compared together, since the attribution among them is not always certain.
         """
         wanted: Counter[tuple[int, ...]] = Counter()
         total: Counter[tuple[int, ...]] = Counter()
@@ -169,7 +169,7 @@ class Check:
         return {part: part.wire_bytes * max(0.0, 1 - wanted[forms[part]] / total[forms[part]]) for part in parts}
 
     def gathers(self) -> Iterator[Finding]:
-        """Units gathered more often than theory."""
+        """Find units that are gathered more often than in theory."""
         excess = self._excess(GATHER)
         is_remat = any(".remat" in instruction.name for _, instruction, _ in walk(self.module))
         again = {move.leaf.unit for move in self.moves if move.when == BACKWARD}
@@ -184,7 +184,7 @@ class Check:
             )
 
     def extra_bytes(self, tolerance: float) -> Iterator[Finding]:
-        """More bytes on the wire than theory, all together."""
+        """Compare the total bytes sent with theory."""
         ledger = self.ledger
         sent = ledger.wire_bytes - ledger.own_bytes
         size = sent - ledger.wire_bytes_theory
@@ -201,9 +201,9 @@ class Check:
         yield Finding("extra-bytes", message, size, path, "")
 
     def activations(self, tolerance: float) -> Iterator[Finding]:
-        """More bytes over the axes that the model itself is split over than the trace of the step asks for."""
+        """Compare the bytes sent over model axes with the step's trace."""
         ledger = self.ledger
-        if ledger.own_theory is None or ledger.own_theory.unread:
+        if ledger.own_theory is None or ledger.own_theory.unknown:
             return
         size, allowed = ledger.own_bytes - ledger.own_bytes_theory, tolerance * ledger.own_bytes_theory + SCALARS_BYTES
         if size <= allowed:
@@ -211,17 +211,17 @@ class Check:
         worst = _worst(row for row in ledger.rows if row.what == OWN)
         shown = ", ".join(f"{row.kind} {row.dtype} {gb(excess)}" for row, excess in worst)
         message = (
-            f"{gb(ledger.own_bytes)} per device and step over {', '.join(MODEL_AXES)}, and what the model computes and "
-            f"states asks for {gb(ledger.own_bytes_theory)}; most of it: {shown}; state with "
-            "jax.lax.with_sharding_constraint how the values are split that XLA moves (docs/tensor.md)"
+            f"{gb(ledger.own_bytes)} per device and step over {', '.join(MODEL_AXES)}, but the model's computations "
+            f"and constraints require {gb(ledger.own_bytes_theory)}; most of it: {shown}; constrain the sharding of "
+            "the values that XLA moves with jax.lax.with_sharding_constraint (docs/tensor.md)"
         )
         yield Finding("activations", message, size, "", "")
 
-    def held(self) -> Iterator[Finding]:
-        """Gathered weights of resharded units that live from forward to backward, and are not gathered again.
+    def kept_weights(self) -> Iterator[Finding]:
+        """Find gathered weights of resharded units that live from forward to backward and are not gathered again.
 
-        XLA's combiner drops the names that tell a gather for the backward from one of the forward: so a program that
-        gathers all that the layout says holds nothing.
+        XLA's combiner drops the names that distinguish gathers of the backward. So a program with all gathers of the
+        layout has no findings.
         """
         kept = find_kept_weights(self.layout, self.module, self.ledger.parts)
         rows = [row for row in self.ledger.rows if row.kind == GATHER]
@@ -237,39 +237,40 @@ class Check:
                 continue
             largest = max(items, key=lambda item: item.num_bytes)
             message = (
-                f"{_name(unit)}: {len(items)} gathered weights are held from forward to backward, "
-                f"{size / 2**30:.3f} GiB per device, first {largest.leaf.path}, and the layout reshards them after the "
-                "forward; let nothing that depends on weights alone be saved"
+                f"{_name(unit)}: {len(items)} gathered weights are kept from forward to backward, "
+                f"{size / 2**30:.3f} GiB per device, first {largest.leaf.path}, but the layout reshards them after the "
+                "forward; do not save values that depend only on weights (remat)"
             )
             yield Finding("held", message, float(size), largest.leaf.path, largest.source)
 
     def overlap(self, share: float | None, least: float | None) -> Iterator[Finding]:
-        """Collectives in loops without a matmul to hide behind."""
+        """Compare the overlapped share of collective bytes in loops with `least`."""
         if least is None or (share is not None and share >= least):
             return
         if share is None:
             message = (
-                f"no loop of this program has a collective, so nothing shows whether {least:.1%} of their bytes hide; "
-                "audit one with loops (stacked layers, several of them, over several devices), or ask for no share"
+                f"no loop of this program has a collective, so an overlap of {least:.1%} cannot be checked; audit a "
+                "program with loops (several stacked layers, over several devices), or leave min_overlap out"
             )
             yield Finding("overlap", message, 0.0, "", "")
             return
         in_loop = [part for part in self.ledger.parts if part.collective.in_loop]
         if not in_loop:
-            yield Finding("overlap", f"{share:.1%} of the bytes in loops, all unknown to theory, hide", 0.0, "", "")
+            message = f"{share:.1%} of the bytes in loops, all unknown to theory, overlap, less than {least:.1%}"
+            yield Finding("overlap", message, 0.0, "", "")
             return
         size = (1 - share) * sum(part.wire_bytes for part in in_loop)
         bare = {part: part.wire_bytes for part in in_loop if part.collective.done <= part.collective.start + 1}
         largest = max(bare or {part: part.wire_bytes for part in in_loop}, key=lambda part: part.wire_bytes)
         message = (
             f"{share:.1%} of the collective bytes in loops have a matmul between start and done, less than "
-            f"{least:.1%}: {gb(size)} per device and step wait alone; ask XLA for more (optimization_level='O1', "
+            f"{least:.1%}: {gb(size)} per device and step are exposed; set XLA options (optimization_level='O1', "
             "combine thresholds of a unit's bytes, a higher overlap limit), and measure at real size"
         )
         yield Finding("overlap", message, size, largest.path, _source(largest.collective))
 
     def unknown(self) -> Iterator[Finding]:
-        """Collectives that belong to no leaf."""
+        """Find collectives that belong to no leaf."""
         if self.ledger.unknown_bytes <= self.allowed / 10:
             return
         for kind in dict.fromkeys(item.kind for item in self.ledger.unknown):
@@ -278,7 +279,8 @@ class Check:
             largest = max(items, key=lambda item: item.total_bytes)
             shapes = ", ".join(f"{shape.dtype}{list(shape.dims)}" for shape in largest.parts[:3])
             message = (
-                f"{len(items)} of kind {kind} belong to no parameter or gradient, {gb(size)} per device and step, the "
+                f"{len(items)} collectives of kind {kind} belong to no parameter or gradient, {gb(size)} per device "
+                "and step, the "
                 f"largest {largest.name} of {shapes}: activations that move between devices, or an optimizer that "
                 "mixes the elements of a leaf"
             )
@@ -290,7 +292,7 @@ class Check:
 
 
 def _group(excess: Mapping[Part, float], key: Any, allowed: float) -> Iterator[tuple[Any, list[Part], float]]:
-    """Yield the parts with an excess by key, and its sum, if all together exceed what is allowed; without crumbs."""
+    """Yield parts and summed excess by key, if the total exceeds `allowed`. Omits keys below 1 % of the total."""
     total = sum(excess.values())
     groups: dict[Any, list[Part]] = {}
     for part, size in excess.items():
@@ -303,7 +305,7 @@ def _group(excess: Mapping[Part, float], key: Any, allowed: float) -> Iterator[t
 
 
 def _worst(rows: Iterable[Row]) -> list[tuple[Row, float]]:
-    """Return the three rows that exceed theory most, with their excess."""
+    """Return the three rows with the largest excess over theory, and the excess."""
     excess = [(row, row.measured_bytes - row.expected_bytes) for row in rows if row.measured_bytes > row.expected_bytes]
     return sorted(excess, key=lambda pair: -pair[1])[:3]
 
@@ -313,12 +315,12 @@ def _is_sum(kind: str) -> bool:
 
 
 def _form(leaf: Leaf) -> tuple[int, ...]:
-    """The dims of one layer of a leaf, in no order."""
+    """Return the sorted dims of one layer of a leaf."""
     return tuple(sorted(leaf.cut_shape[leaf.stacked :]))
 
 
 def excess_elements(layout: Layout, leaf: Leaf, stage: str, dims: tuple[int, ...]) -> int:
-    """Return by how many elements an argument is larger than its shard; 0 if it has not the form of its leaf."""
+    """Return the excess elements of an argument over its shard; 0 if its shape does not match the leaf's."""
     divided = {leaf.dim, *(cut.dim for cut in leaf.cuts)}
     if stage not in dict(leaf.stages) or divided == {None} or len(dims) != len(leaf.shape):
         return 0
@@ -336,7 +338,7 @@ def _name(unit: str) -> str:
 
 
 def gb(size: float) -> str:
-    """Return bytes in words."""
+    """Format bytes as GB or kB."""
     return f"{size / 1e9:.3f} GB" if size >= 1e6 else f"{size / 1e3:.3f} kB"
 
 

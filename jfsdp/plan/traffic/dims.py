@@ -1,10 +1,10 @@
-"""What becomes of a dim of an operand: which dim of each result it is, or that the operation sums over it.
+"""Propagate a sharded dim of an operand through an operation: to a dim of each result, or to a sum over devices.
 
-[Note: where a dim goes]
-A dim that an axis splits stays split where the operation works place by place along it; it is gone, and every device
-has a part of a sum, where the operation sums along it. An operation that mixes the places of a dim (a sort, a part of
-it taken) needs the whole of it. An operation without a rule is taken to work place by place along the dims that its
-results have in common with its operand.
+[Note: propagation of dims]
+- If an operation treats the positions of a sharded dim independently, the dim stays sharded.
+- If it sums along the dim, the result is a sum over devices, of which each device has a part.
+- If it mixes positions of the dim (a sort, a slice), it needs the operand replicated.
+- An operation without a rule is assumed to treat positions independently along the dims that operand and result share.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Goes = int | str | None  # a dim of a result, SUMMED, or None: the result does n
 
 
 def follow(eqn: Any, place: int, dim: int, parts: int) -> list[Goes]:
-    """Return for each result where a dim goes that is split in `parts`; all None: the operand is needed whole.
+    """Return for each result the dim that a dim split in `parts` becomes; all None: the operand must be replicated.
 
     Args:
-      place: of the operand among the inputs.
+      place: the operand's index among the inputs.
     """
     rule = _RULES.get(eqn.primitive.name)
     if rule is None:
@@ -30,7 +30,7 @@ def follow(eqn: Any, place: int, dim: int, parts: int) -> list[Goes]:
 
 
 def is_known(eqn: Any) -> bool:
-    """Tell whether an operation has a rule, or is one on single elements, which needs none."""
+    """Return whether an operation has a rule or is elementwise."""
     return eqn.primitive.name in _RULES or all(
         not atom.aval.shape or _stretches(atom.aval.shape, eqn.outvars[0].aval.shape)
         for atom in (*eqn.invars, *eqn.outvars)
@@ -42,9 +42,7 @@ def _stretches(shape: Sequence[int], to: Sequence[int]) -> bool:
 
 
 def keeps_sums(eqn: Any) -> bool:
-    """Tell whether a sum over devices may as well be formed after an operation, which leaves elements as they are, or
-    takes each by itself.
-    """
+    """Return whether a sum over devices may be reduced after an operation, which reshapes or is elementwise."""
     return eqn.primitive.name in _SHAPES or (is_known(eqn) and eqn.primitive.name not in _RULES)
 
 
@@ -71,12 +69,12 @@ def _reduce(eqn: Any, place: int, dim: int, parts: int) -> Goes:
 
 
 def _squeeze(eqn: Any, place: int, dim: int, parts: int) -> Goes:
-    gone = [d % eqn.invars[0].aval.ndim for d in eqn.params["dimensions"]]
-    return dim - sum(d < dim for d in gone)
+    squeezed = [d % eqn.invars[0].aval.ndim for d in eqn.params["dimensions"]]
+    return dim - sum(d < dim for d in squeezed)
 
 
 def _reshape(eqn: Any, place: int, dim: int, parts: int) -> Goes:
-    """A part of what follows the dims before: of the dim of the result that begins there, if the parts divide it."""
+    """Return the dim of the result that begins at the same offset, if `parts` divides it."""
     old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     before = math.prod(old[:dim])
     return next((d for d in range(len(new)) if math.prod(new[:d]) == before and new[d] % parts == 0), None)
@@ -92,7 +90,7 @@ def _update(eqn: Any, place: int, dim: int, parts: int) -> Goes:
 
 
 def _along(eqn: Any, place: int, dim: int, parts: int) -> Goes:
-    """Cumulative sums, sorts and reversals mix the places of one dim."""
+    """Apply to cumulative sums, sorts and reversals, which mix the positions of one dim."""
     params = eqn.params
     mixed = params.get("axis", params.get("dimension", params.get("dimensions")))
     return None if dim in (mixed if isinstance(mixed, tuple) else (mixed,)) else dim
@@ -113,7 +111,7 @@ def _gather(eqn: Any, place: int, dim: int, parts: int) -> Goes:
 
 
 def _scatter(eqn: Any, place: int, dim: int, parts: int) -> Goes:
-    """What several devices add to one array is a sum over them; if it is smaller than the array, it is wanted whole."""
+    """Return SUMMED if devices scatter into one array; None (replicate) if the updates are smaller than the array."""
     numbers = eqn.params["dimension_numbers"]
     if place == 0:
         return dim
@@ -152,10 +150,10 @@ _LINEAR = ("neg", "mul", "div", "convert_element_type", "copy")
 
 
 def adds(eqn: Any) -> bool:
-    """Tell whether an operation adds its operands."""
+    """Return whether an operation adds its operands."""
     return eqn.primitive.name in ("add", "add_any", "sub")
 
 
 def is_linear(eqn: Any) -> bool:
-    """Tell whether an operation on a part of a sum, and on what is no sum, gives a part of the result."""
+    """Return whether an operation on a part of a sum, and on operands that are not sums, gives a part of the result."""
     return eqn.primitive.name in _SHAPES or eqn.primitive.name in _LINEAR

@@ -1,6 +1,6 @@
-"""How a value is split over mesh axes: whole, along a dim, or a sum that is still to be formed.
+"""Forms of a value over mesh axes: replicated, sharded along a dim, or a pending sum.
 
-See [Note: theory of activations] in activations.py, which follows a trace by these.
+activations.py propagates them through a trace; see [Note: theory of activations] there.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, ALL_TO_ALL = "all-gather", "all-reduce",
 
 @dataclasses.dataclass(eq=False)
 class Sum:
-    """A sum over an axis of which it is open whether it becomes whole or split.
+    """A pending sum over an axis: it is not yet known whether it becomes replicated or sharded.
 
     Attributes:
-      var: what is summed.
-      is_formed, form: whether that is known, and what it became.
+      var: the summed variable.
+      is_formed, form: whether it was reduced, and its form after that.
       of: the sum that it is added to, or computed from.
-      beside: others that become what it becomes, each by itself.
+      linked: other sums that are reduced to the same form, each separately.
       has_parts: whether the sum of its parts on all devices is the value itself.
     """
 
@@ -32,7 +32,7 @@ class Sum:
     is_formed: bool = False
     form: Form = None
     of: Sum | None = None
-    beside: list[Sum] = dataclasses.field(default_factory=list)
+    linked: list[Sum] = dataclasses.field(default_factory=list)
     has_parts: bool = True
 
     def root(self) -> Sum:
@@ -43,23 +43,23 @@ Form = int | None | Sum
 
 
 class Axis:
-    """How every value is split over some mesh axes."""
+    """The forms of all values over some mesh axes."""
 
     def __init__(self, names: Sequence[str], parts: int, send: Callable[[str, Any, Any], None] = lambda *_: None):
         self.names, self.parts, self.send = frozenset(names), parts, send
         self.forms: dict[Any, Form] = {}
-        self.unread: dict[str, None] = {}
+        self.unknown: dict[str, None] = {}
 
     def read(self, atom: Any) -> Form:
-        """Return how a value is split, a sum that has been formed as what it became."""
+        """Return the form of a value; for a reduced sum, its form after the reduction."""
         form = None if is_literal(atom) else self.forms.get(atom)
         if isinstance(form, Sum) and form.root().is_formed:
             formed = form.root()
             return formed.form if formed.var.aval.shape == atom.aval.shape else None
         return form
 
-    def turn(self, atom: Any, form: Form, eqn: Any) -> None:
-        """Make a value whole, or split along a dim; what is whole is split for free."""
+    def reshard(self, atom: Any, form: Form, eqn: Any) -> None:
+        """Replicate a value, or shard it along a dim. Sharding a replicated value is free."""
         now = self.read(atom)
         if is_literal(atom) or now == form:
             return
@@ -74,42 +74,42 @@ class Axis:
             return
         found.is_formed, found.form = True, form if found.var.aval.shape == shape else None
         self.send(ALL_REDUCE if form is None else REDUCE_SCATTER, found.var, eqn)
-        for other in found.beside:
+        for other in found.linked:
             self._form(other.root(), shape, form, eqn)
 
-    def joins(self, atom: Any, eqn: Any) -> bool:
-        """Form a sum without sending it, as a part of one that is written over another axis; tell if that can be.
+    def merge_sum(self, atom: Any, eqn: Any) -> bool:
+        """Merge a pending sum into an explicit one over another axis; return whether that is possible.
 
-        Not of what is computed from a sum, which is formed before.
+        A value computed from a sum cannot be merged: its sum is reduced first.
         """
         found = self.read(atom)
         if not isinstance(found, Sum):
             return False
-        if not found.has_parts or found.root().beside:
-            self.turn(atom, None, eqn)
+        if not found.has_parts or found.root().linked:
+            self.reshard(atom, None, eqn)
             return False
         found.root().is_formed = True
         return True
 
-    def give(self, out: Any, form: Form | str) -> None:
-        """Say how a result is split."""
+    def set_form(self, out: Any, form: Form | str) -> None:
+        """Set the form of a result."""
         self.forms[out] = Sum(out) if form == SUMMED else form  # type: ignore[assignment]
 
     def compute(self, eqn: Any) -> None:
-        """Follow an operation without a body."""
-        if self._waits(eqn):
+        """Propagate forms through an operation without a body."""
+        if self._defer_sum(eqn):
             return
         for atom in eqn.invars:
             if isinstance(self.read(atom), Sum):
-                # Element by element, a sum is split along the dim along which what it meets is split.
+                # In an elementwise operation, a sum is sharded like the other operands.
                 forms = (self.read(other) for other in eqn.invars) if keeps_sums(eqn) and atom.aval.shape else ()
-                self.turn(atom, next((form for form in forms if isinstance(form, int)), None), eqn)
+                self.reshard(atom, next((form for form in forms if isinstance(form, int)), None), eqn)
         goes = self._agreed(eqn)
         for place, out in enumerate(eqn.outvars):
-            self.give(out, next((each[place] for each in goes if each[place] is not None), None))
+            self.set_form(out, next((each[place] for each in goes if each[place] is not None), None))
 
-    def _waits(self, eqn: Any) -> bool:
-        """Leave it open how a sum is formed where the results may decide it; sums that are added become one."""
+    def _defer_sum(self, eqn: Any) -> bool:
+        """Keep a sum pending if its results may decide the form. Sums that are added become one."""
         forms = [self.read(atom) for atom in eqn.invars]
         sums = [form for form in forms if isinstance(form, Sum)]
         if not sums or not keeps_sums(eqn) or any(isinstance(form, int) for form in forms):
@@ -124,52 +124,52 @@ class Axis:
             for other in others:
                 other.of = first
         else:
-            first.beside += others
+            first.linked += others
         out = first if has_parts else Sum(first.var, of=first, has_parts=False)
         self.forms.update(dict.fromkeys(eqn.outvars, out))
         return True
 
     def _agreed(self, eqn: Any) -> list[list[Any]]:
-        """Return where split dims go, once the operands that stand against it are whole, the smaller ones first."""
+        """Return the results' dims of each sharded operand; replicate conflicting operands, the smallest first."""
         places = [place for place, atom in enumerate(eqn.invars) if isinstance(self.read(atom), int)]
         goes = {place: follow(eqn, place, self.read(eqn.invars[place]), self.parts) for place in places}  # type: ignore[arg-type]
         for place in sorted(places, key=lambda place: num_bytes(eqn.invars[place].aval)):
-            own = goes.pop(place)
-            is_lost = all(found is None for found in own)
+            targets = goes.pop(place)
+            is_lost = all(found is None for found in targets)
             like = [other for other in goes if self.read(eqn.invars[other]) == self.read(eqn.invars[place])]
             if is_lost and not is_known(eqn) and not like:
-                self.unread[eqn.primitive.name] = None
-            pairs = [pair for each in goes.values() for pair in zip(own, each, strict=True) if None not in pair]
+                self.unknown[eqn.primitive.name] = None
+            pairs = [pair for each in goes.values() for pair in zip(targets, each, strict=True) if None not in pair]
             if (is_lost and (is_known(eqn) or not like)) or any(one != other for one, other in pairs):
-                self.turn(eqn.invars[place], None, eqn)
+                self.reshard(eqn.invars[place], None, eqn)
             else:
-                goes[place] = own
+                goes[place] = targets
         return list(goes.values())
 
     def state(self, eqn: Any) -> None:
-        """Follow a sharding that is stated; along dims that are left open a value is split as it was."""
+        """Apply a sharding constraint; along unconstrained dims the sharding is unchanged."""
         (atom,), (out,) = eqn.invars, eqn.outvars
         stated = eqn.params.get("sharding", eqn.params.get("dst_sharding"))
         free = eqn.params.get("unconstrained_dims") or ()
         wanted, now = self.dim(getattr(stated, "spec", ())), self.read(atom)
         if wanted is None and isinstance(now, int) and now in free:
             wanted = now
-        self.turn(atom, wanted, eqn)
+        self.reshard(atom, wanted, eqn)
         self.forms[out] = wanted
 
     def enter(self, loop: Loop) -> list[Form]:
-        """Return how the inputs of a body are split; layer dims are not."""
+        """Return the forms of a body's inputs, of which layer dims are never sharded."""
         forms: list[Form] = []
         for place, atom in enumerate(loop.eqn.invars):
             form, is_row = self.read(atom), place >= loop.num_consts + loop.num_carry
             if (isinstance(form, Sum) and loop.is_loop) or (form == 0 and is_row):
-                self.turn(atom, None, loop.eqn)
+                self.reshard(atom, None, loop.eqn)
                 form = None
             forms.append(form - 1 if isinstance(form, int) and is_row else form)
         return forms
 
     def changes(self, loop: Loop, start: list[Form]) -> bool:
-        """Form the sums of an iteration; tell whether something is carried out split that `start` carries in whole."""
+        """Reduce the sums of an iteration; return whether the carry is sharded more than in `start`, and update it."""
         if not loop.is_loop:
             return False
         before = list(start)
@@ -177,13 +177,13 @@ class Axis:
             now, at = self.read(out), loop.num_consts + place
             wanted = start[at] if place < loop.num_carry else None
             if isinstance(now, Sum) or (isinstance(wanted, int) and now is not None):
-                self.turn(out, wanted, loop.eqn)
+                self.reshard(out, wanted, loop.eqn)
             elif place < loop.num_carry and wanted is None:
                 start[at] = now
         return start != before
 
     def leave(self, loop: Loop, start: list[Form]) -> None:
-        """Say how the results of a loop are split: what is carried as it is carried in."""
+        """Set the forms of a loop's results; the carry has the forms of `start`."""
         for place, (inside, out) in enumerate(zip(loop.body.outvars, loop.eqn.outvars, strict=True)):
             form = self.read(inside)
             if place >= loop.num_carry:
@@ -199,7 +199,7 @@ class Axis:
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A scan: its equation, its body, and how many of the inputs are constants and carried."""
+    """A scan: its equation, its body, and the numbers of constant and carried inputs."""
 
     eqn: Any
     body: Any
@@ -208,7 +208,7 @@ class Loop:
 
     @property
     def is_loop(self) -> bool:
-        """Tell whether it has several iterations; XLA makes no loop of one."""
+        """Whether it has several iterations; XLA inlines a loop with one."""
         return self.eqn.params["length"] > 1
 
 

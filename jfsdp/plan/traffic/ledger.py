@@ -1,11 +1,11 @@
-"""The ledger: every collective of a compiled step next to what the strategy must send, unit by unit.
+"""Ledger of a compiled step: the collectives of each unit, compared with the strategy's theory.
 
 [Note: what theory counts]
-The list of movements (engine/movements.py), in bytes that each device sends per step, in the dtype of the wire, padding
-included and shown apart. Assumed: the backward of a resharded unit gathers all of its leaves again (XLA drops a gather
-that no derivative reads, such as the table of an embedding). Not derivable from a layout, and so not counted: what
-an optimizer moves when its update mixes the elements of a leaf (Muon, factored moments), and activations, of which the
-step's trace says more (activations.py).
+Theory is the list of movements (engine/movements.py), in bytes that each device sends per step, in the dtype that is
+sent. Padding is included and shown separately. The backward of a resharded unit is assumed to gather all of its leaves
+again, although XLA drops gathers that no derivative reads (such as an embedding table). Theory excludes communication
+that does not follow from a layout: of optimizers whose update mixes the elements of a leaf (Muon, factored moments),
+and of activations, which follow from the step's trace (activations.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import PERMUTE, SCALARS_BYTES, Collective
 from jfsdp.plan.hlo.parse import hlo_dtype
 from jfsdp.plan.traffic.activations import Activations, find_activations
-from jfsdp.plan.traffic.attribution import Attribution, Part, group_axes, is_own
+from jfsdp.plan.traffic.attribution import Attribution, Part, group_axes, is_over_model_axes
 from jfsdp.train.step.step import Trace
 
 OWN = "the model's own"
@@ -37,12 +37,12 @@ class Row:
 
     Attributes:
       unit: the unit's name; "" is the root.
-      what: one of WHATS: "replicated" are gradients of leaves that nothing splits although the strategy would; OWN is
-        what crosses the axes that the model itself is split over, of no unit.
-      kind, dtype, axes, group_size: of the collective; `axes` is empty where the groups follow no mesh axis.
+      what: one of WHATS. "replicated": gradients of leaves that could not be sharded as the strategy says. OWN:
+        collectives over the model axes, which belong to no unit.
+      kind, dtype, axes, group_size: of the collective; `axes` is empty if the groups follow no mesh axis.
       measured_bytes, expected_bytes: sent per device and step.
-      count: collectives per step that carry some of it.
-      crosses_nodes: whether a group spans nodes; None where it is not known how many devices a node has.
+      count: collectives per step with some of these bytes.
+      crosses_nodes: whether a group spans nodes; None if the devices per node are unknown.
       paths: the leaves.
     """
 
@@ -61,14 +61,14 @@ class Row:
 
 @dataclasses.dataclass(frozen=True)
 class Ledger:
-    """What a step sends beside what it must send.
+    """The bytes that a step sends, compared with theory.
 
     Attributes:
       rows: attributed bytes, in the order of the layout's units.
-      unknown: collectives of which some array fits no leaf.
-      unknown_bytes: what these arrays send per device and step.
-      parts: the attributed arrays, one by one.
-      own_theory: what must cross the axes that the model itself is split over; None without the step's trace.
+      unknown: collectives with an array that fits no leaf.
+      unknown_bytes: bytes of these arrays, sent per device and step.
+      parts: the attributed arrays.
+      own_theory: values that must be sent over the model axes; None without the step's trace.
     """
 
     rows: tuple[Row, ...]
@@ -79,34 +79,32 @@ class Ledger:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that each device sends per step, the unknown ones included."""
+        """Bytes that each device sends per step, including unknown ones."""
         return sum(row.measured_bytes for row in self.rows) + self.unknown_bytes
 
     @property
     def own_bytes(self) -> float:
-        """Those of them that cross the axes that the model itself is split over."""
+        """Bytes that each device sends over the model axes per step; a part of `wire_bytes`."""
         return sum(row.measured_bytes for row in self.rows if row.what == OWN)
 
     @property
     def own_bytes_theory(self) -> float:
-        """Bytes that each device must send there; 0 where the step's trace is not known."""
+        """Bytes that each device must send over the model axes; 0 without the step's trace."""
         return sum(row.expected_bytes for row in self.rows if row.what == OWN)
 
     @property
     def wire_bytes_theory(self) -> float:
-        """Bytes that each device must send per step, but for the model's own."""
+        """Bytes that each device must send per step, without the model axes."""
         return sum(row.expected_bytes for row in self.rows if row.what != OWN)
 
     @property
     def wire_ratio(self) -> float:
-        """Measured over expected, but for the model's own: 1 where nothing is sent and nothing need be, infinite where
-        only theory is silent.
-        """
+        """Measured over expected bytes, without the model axes; 1 if both are 0, infinite if only the expected are."""
         return _ratio(self.wire_bytes - self.own_bytes, self.wire_bytes_theory)
 
     @property
     def own_ratio(self) -> float | None:
-        """The same of the model's own; None where the step's trace is not known."""
+        """Measured over expected bytes over the model axes; None without the step's trace."""
         return self.own_theory and _ratio(self.own_bytes, self.own_bytes_theory)
 
     def to_dict(self) -> dict[str, Any]:
@@ -138,13 +136,13 @@ def make_ledger(
     gpus_per_node: int | None = None,
     trace: Trace | None = None,
 ) -> Ledger:
-    """Attribute the collectives of a compiled step; see [Note: whose collective].
+    """Attribute the collectives of a compiled step; see [Note: attribution of collectives].
 
     Args:
-      collectives: as `find_collectives` reads them from the program.
-      gpus_per_node: to tell what crosses nodes.
-      trace: of the step, for theory of what the model sends itself.
-      spec, calls: as `movements` takes them; None: one microbatch of program "manual".
+      collectives: from `find_collectives`.
+      gpus_per_node: marks rows that cross nodes.
+      trace: of the step, for theory over the model axes.
+      spec, calls: as for `movements`; None: one microbatch of program "manual".
 
     Raises:
       ValueError: as `movements`.
@@ -156,15 +154,15 @@ def make_ledger(
         rows.expect(move)
     parts, unknown, unknown_bytes = [], [], 0.0
     for item in collectives:
-        if is_own(layout, item):
+        if is_over_model_axes(layout, item):
             rows.measure_own(item)
             continue
-        found, lost = attribution.parts(item)
+        found, lost_bytes = attribution.parts(item)
         rows.measure(item, found)
         parts += found
-        if lost:
+        if lost_bytes:
             unknown.append(item)
-            unknown_bytes += lost
+            unknown_bytes += lost_bytes
     own_theory = trace and find_activations(trace, layout)
     for sent in own_theory.sent if own_theory else ():
         row = rows.find(ROOT, OWN, sent.kind, sent.dtype, sent.axes, layout.num_shards(sent.axes))
@@ -174,20 +172,20 @@ def make_ledger(
 
 
 def one_microbatch(layout: Layout, calls: Mapping[str, int] | None = None) -> StepSpec:
-    """Return the spec of a step of program "manual" with one microbatch, whose units are called so often."""
+    """Return the spec of a step of program "manual" with one microbatch and these calls of units."""
     repeats = any(num > 1 for num in (calls or {}).values())
     return StepSpec(deferred=deferred_axes(layout, accumulate=1, once=False, repeats=repeats))
 
 
 class _Rows:
-    """The rows of a ledger, by what they sum up."""
+    """Accumulates the rows of a ledger."""
 
     def __init__(self, layout: Layout, gpus_per_node: int | None):
         self.layout, self.gpus_per_node = layout, gpus_per_node
         self.rows: dict[tuple[Any, ...], Row] = {}
 
     def find(self, *key: Any) -> Row:
-        """Return the row of a unit, what it sends, a collective, a dtype, axes, and a size of groups."""
+        """Return the row of a key: unit, what, kind, dtype, axes, group size."""
         return self.rows.setdefault(key, Row(*key))
 
     def expect(self, move: Move) -> None:
@@ -197,8 +195,8 @@ class _Rows:
             row.expected_bytes += size
 
     def measure(self, item: Collective, parts: Sequence[Part]) -> None:
-        """Add the arrays of a collective that was compiled."""
-        # Pairs of a permutation follow no axis: any device may be another's partner.
+        """Add the arrays of a compiled collective."""
+        # The pairs of a permutation follow no axis: any two devices may be partners.
         group = range(self.layout.num_shards(self.layout.data_axes)) if item.kind == PERMUTE else item.group
         axes, touched = group_axes(self.layout, group), set()
         for part in parts:
@@ -215,8 +213,8 @@ class _Rows:
             row.count += item.count
 
     def measure_own(self, item: Collective) -> None:
-        """Add what crosses the axes that the model itself is split over: of no unit."""
-        axes = group_axes(self.layout, item.group)  # of a permutation the pairs may join fewer
+        """Add a collective over the model axes, which belongs to no unit."""
+        axes = group_axes(self.layout, item.group)  # the pairs of a permutation may connect fewer devices
         for dtype, size in item.wire_by_dtype.items():
             row = self.find(ROOT, OWN, item.kind, dtype, axes, self.layout.num_shards(axes))
             row.measured_bytes += item.count * size
@@ -229,7 +227,7 @@ class _Rows:
     def _split(
         self, leaf: Leaf | None, key: tuple[Any, ...], size: float, padding_share: float
     ) -> Iterator[tuple[Row, float]]:
-        """Yield the rows of what a leaf sends, and of its padding there, with their bytes; None: of scalars."""
+        """Yield the rows of a leaf's bytes and of its padding, with their bytes. `leaf` is None for scalars."""
         if leaf is None:
             yield self.find(ROOT, "scalars", *key), size
             return
@@ -244,7 +242,7 @@ class _Rows:
             yield row, num_bytes
 
     def finish(self, allowed: float) -> tuple[Row, ...]:
-        """Return the rows, units in the layout's order; scalars are expected as they are, up to an allowance."""
+        """Return the rows in the order of the layout's units. Scalars count as expected, up to `allowed` bytes."""
         order = [unit.name for unit in self.layout.units]
         keys = sorted(
             self.rows, key=lambda key: (key[1] in ("scalars", OWN), order.index(key[0]), WHATS.index(key[1]), key)
