@@ -67,7 +67,12 @@ def test_a_machine_in_order_has_no_findings(machine):
         ("jaxlib", "0.11.0", "does not belong to jax 0.10.2", "pip install 'jaxlib==0.10.2'"),
         ("flax", "0.12.7", "is older than 0.12.8, which jfsdp needs", "pip install 'flax>=0.12.8'"),
         ("optax", None, "is not installed", "pip install 'optax>=0.2.8'"),
-        ("jax-cuda12-pjrt", "0.10.1", "is not of jaxlib's version, 0.10.2", "pip install 'jax-cuda12-pjrt==0.10.2'"),
+        (
+            "jax-cuda12-pjrt",
+            "0.10.1",
+            "does not have jaxlib's version, 0.10.2",
+            "pip install 'jax-cuda12-pjrt==0.10.2'",
+        ),
         ("jax-cuda13-plugin", "0.10.2", "are both installed", "uninstall one, with its pjrt wheel"),
         ("nvidia-cudnn-cu12", "9.1.0.70", "is older than 9.8, which JAX's plugin needs", "'nvidia-cudnn-cu12>=9.8'"),
     ],
@@ -122,7 +127,7 @@ def test_little_lockable_memory_is_a_problem_only_where_infiniband_needs_it():
 
 def test_little_shared_memory_is_a_problem_only_with_gpus():
     finding = only(shm_bytes=64 * 2**20)
-    assert finding.severity is Severity.PROBLEM and "holds 64 MiB" in finding.text and "--shm-size" in finding.remedy
+    assert finding.severity is Severity.PROBLEM and "has 64 MiB" in finding.text and "--shm-size" in finding.remedy
     assert only(LAPTOP, shm_bytes=64 * 2**20).severity is Severity.NOTE
 
 

@@ -209,7 +209,7 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help():
     result = search(planner=changing(change), space=ONE)
     assert result.best is None and result.gain is None and result.front == ()
     check_facts(result.advice, "6.0 GiB of 76.1 GiB", "offload=params,opt_state")
-    assert "take more nodes" in result.advice
+    assert "use more nodes" in result.advice
     assert result.to_dict()["best"] is result.to_dict()["recipe"] is None
 
 

@@ -1,1 +1,1 @@
-"""GPUs and clusters that are not there, devices to compile for, and what is wrong with a machine that is."""
+"""Describe GPUs and clusters, compile for absent devices, and diagnose a machine."""

@@ -1,4 +1,4 @@
-"""Compile a lowered step for a cluster that is not there, with what XLA says of its memory while it does."""
+"""Compile a lowered step for absent devices, and read XLA's memory dump."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jfsdp.compat import reset_compilation_cache
 from jfsdp.engine.options import naming_options
 from jfsdp.plan.memory.buffer_assignment import read_dump
 
-# Without a GPU nothing measures which tiling of a matmul is fastest: XLA would compile candidates and take the first
-# one that compiles. The scheduled program, its live ranges and its memory do not depend on the tiling.
+# Without a GPU XLA cannot measure the fastest tiling of a matmul: it would compile candidates and use the first that
+# compiles. The scheduled program, its live ranges and its memory do not depend on the tiling.
 _UNTUNED = {"xla_gpu_autotune_level": 0}
-# Over these the process would hold gigabytes of printed constants for nothing that a plan reads.
+# Plans do not read large constants, and their text takes gigabytes of host memory.
 _DUMP = {"xla_dump_hlo_as_text": True, "xla_dump_large_constants": False}
 
 
@@ -29,10 +29,10 @@ class CompiledStep:
 
     Attributes:
       text: the scheduled HLO.
-      live_ranges, buffers: XLA's texts of when each value lives, and where.
+      live_ranges, buffers: XLA's texts of live ranges and of buffer assignment.
       memory_stats: `compiled.memory_analysis()`.
       compile_s: seconds of the compiler, without tracing and lowering.
-      options: what it was compiled with.
+      options: compiler options.
     """
 
     text: str
@@ -44,14 +44,14 @@ class CompiledStep:
 
 
 def compile_step(lowered: Any, options: Mapping[str, Any]) -> CompiledStep:
-    """Compile `step.lower(...)`. Allocates nothing on any device, and tunes no kernel unless `options` say so.
+    """Compile `step.lower(...)`. Allocates nothing on any device, and tunes no kernels unless `options` says so.
 
     Args:
       options: options of XLA's compiler, such as `step.compiler_options`.
 
     Raises:
-      ValueError: if XLA refuses an option, or leaves out the texts.
-      jax.errors.JaxRuntimeError: whatever else XLA cannot compile.
+      ValueError: if XLA refuses an option, or does not write the texts.
+      jax.errors.JaxRuntimeError: for other errors of XLA.
     """
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="jfsdp-plan-") as directory:
@@ -66,10 +66,10 @@ def compile_step(lowered: Any, options: Mapping[str, Any]) -> CompiledStep:
 
 @contextlib.contextmanager
 def without_cache() -> Iterator[None]:
-    """Leave JAX's persistent compilation cache alone (`JAX_COMPILATION_CACHE_DIR`).
+    """Disable JAX's persistent compilation cache (`JAX_COMPILATION_CACHE_DIR`).
 
-    JAX (0.10.2, 0.12) finds programs there that it compiled for devices which are not there, cannot load them, and
-    warns. One that it could load would come without the dump that a plan reads.
+    JAX (0.10.2, 0.12) cannot load cached programs for absent devices, and warns. A program from the cache would also
+    lack the dump that a plan reads.
     """
     is_used = (getattr(jax.config, f"jax_{name}") for name in ("enable_compilation_cache", "compilation_cache_dir"))
     if not all(is_used):

@@ -1,7 +1,7 @@
-"""What of this machine's installation and settings would stop a run or slow it down.
+"""Diagnose problems of this machine's installation and settings that would stop or slow a run.
 
-`inspect_machine` collects facts; `diagnose` reads them and touches nothing. JAX is asked for its devices in a process
-of its own, with a time limit, because an unknown flag in XLA_FLAGS ends a process, and a driver may hang.
+`inspect_machine` collects facts, and `diagnose` evaluates them. A separate process with a time limit lists JAX's
+devices, because an unknown flag in XLA_FLAGS ends a process, and a driver may hang.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from jfsdp.extras import install_command, installed_version
 from jfsdp.plan.cluster.target import PlanUnavailable, has_nvidia_driver, parse_version, require_gpu_compiler
 
-# What jfsdp needs at least, as in pyproject.toml; a test compares them.
+# Minimum versions, equal to those in pyproject.toml (tested).
 MINIMUM = {"jax": "0.10.2", "flax": "0.12.8", "optax": "0.2.8", "orbax-checkpoint": "0.12"}
 PLUGINS = ("jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt")
 CUDNN = ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
@@ -34,7 +34,7 @@ _CHATTER = re.compile(r"cudart_stub|InitializeLog|^\s*$")
 
 
 class Severity(enum.StrEnum):
-    """A problem is wrong and fails the examination; a note is worth knowing."""
+    """A problem makes `jfsdp doctor` fail; a note does not."""
 
     PROBLEM = "problem"
     NOTE = "note"
@@ -42,7 +42,7 @@ class Severity(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was found: about what, what is the matter, and what to do."""
+    """A finding: its topic, the problem or note, and a remedy."""
 
     severity: Severity
     topic: str
@@ -52,7 +52,7 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Probe:
-    """What JAX said in a process of its own: its devices, or how it ended."""
+    """JAX's devices in a separate process, or the error that ended it."""
 
     backend: str = ""
     kinds: tuple[str, ...] = ()
@@ -63,9 +63,10 @@ class Probe:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The facts that a diagnosis reads. `versions` has every distribution that matters; None: not installed.
+    """The facts that `diagnose` evaluates.
 
-    `cudnn_needed` is the oldest cuDNN that JAX's plugin takes. Limits are bytes, None: no limit.
+    `versions` has all relevant distributions; None: not installed. `cudnn_needed` is the oldest cuDNN that JAX's plugin
+    supports. Limits are in bytes; None: no limit.
     """
 
     python: str
@@ -80,7 +81,7 @@ class Machine:
 
 
 def inspect_machine() -> Machine:
-    """Collect the facts. Starts nothing here: JAX lists devices in another process, ended after two minutes."""
+    """Collect the facts. JAX lists devices in another process, with a limit of two minutes."""
     locked_bytes, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     num_gpus = len(list(Path("/dev").glob("nvidia[0-9]*")))
     return Machine(
@@ -96,7 +97,7 @@ def inspect_machine() -> Machine:
     )
 
 
-_ASK = """
+_LIST_DEVICES = """
 import json, jax
 devices = jax.devices()
 stats = devices[0].memory_stats() or {}
@@ -105,14 +106,19 @@ print("jfsdp:" + json.dumps([jax.default_backend(), [d.device_kind for d in devi
 
 
 def probe_jax(env: Mapping[str, str], *, timeout_s: float) -> Probe:
-    """Ask JAX for its devices in another process, which takes no memory of them.
+    """List JAX's devices in another process, which allocates no device memory.
 
-    If it is XLA_FLAGS that ends that process, the devices are those of a second one without it.
+    If XLA_FLAGS ends that process, a second process without it lists the devices.
     """
-    asked = {**env, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    env_of_process = {**env, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK], env=asked, capture_output=True, text=True, timeout=timeout_s, errors="replace"
+            [sys.executable, "-c", _LIST_DEVICES],
+            env=env_of_process,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            errors="replace",
         )
     except subprocess.TimeoutExpired:
         return Probe(timed_out=True, error=f"JAX did not list its devices within {timeout_s:g} s")
@@ -120,7 +126,7 @@ def probe_jax(env: Mapping[str, str], *, timeout_s: float) -> Probe:
     if answer:
         backend, kinds, memory = json.loads(answer[-1].removeprefix("jfsdp:"))
         return Probe(backend, tuple(kinds), memory)
-    error = _why_it_ended(done.stderr) or f"exit status {done.returncode}"
+    error = _find_error(done.stderr) or f"exit status {done.returncode}"
     if not re.search(_ABOUT_FLAGS, error) or "XLA_FLAGS" not in env:
         return Probe(error=error)
     without = probe_jax({name: value for name, value in env.items() if name != "XLA_FLAGS"}, timeout_s=timeout_s)
@@ -130,8 +136,8 @@ def probe_jax(env: Mapping[str, str], *, timeout_s: float) -> Probe:
 _ABOUT_FLAGS = r"Unknown flags? in|Couldn't interpret value|Could not open file"
 
 
-def _why_it_ended(stderr: str) -> str:
-    """The line that tells most: on flags, else the last error (a plugin that gave up before is not the end)."""
+def _find_error(stderr: str) -> str:
+    """Return the most informative line: about flags, else the last error. Earlier errors may be of unused plugins."""
     lines = [line for line in stderr.splitlines() if not _CHATTER.search(line)]
     about_flags = [line for line in lines if re.search(_ABOUT_FLAGS, line)]
     errors = [line for line in lines if "Error: " in line]
@@ -140,7 +146,7 @@ def _why_it_ended(stderr: str) -> str:
 
 
 def diagnose(machine: Machine) -> list[Finding]:
-    """Return what is wrong with a machine, problems first. Reads only what it is given."""
+    """Return the findings for a machine, problems first. Reads only the given facts."""
     found = [
         *_check_versions(machine),
         *_check_devices(machine),
@@ -152,7 +158,7 @@ def diagnose(machine: Machine) -> list[Finding]:
 
 
 def report_to_dict(machine: Machine, findings: list[Finding]) -> dict[str, Any]:
-    """Return facts and findings as plain data; of the environment only what JAX, XLA, NCCL or CUDA would read."""
+    """Return facts and findings as plain data. Environment variables are limited to those of `relevant_settings`."""
     return {
         "python": machine.python,
         "versions": dict(machine.versions),
@@ -181,17 +187,17 @@ def _check_versions(machine: Machine) -> Iterator[Finding]:
             text = f"is older than {minimum}, which jfsdp needs"
             yield _problem(f"{name} {have}", text, f"pip install '{name}>={minimum}'")
     jax, jaxlib = versions["jax"], versions["jaxlib"]
-    # JAX serves its own jaxlib and a few older ones of the same 0.x; far older ones it refuses to import.
+    # JAX supports the jaxlib of its version and a few older ones of the same 0.x. It does not import much older ones.
     newer = parse_version(jaxlib) > parse_version(jax)
     if jax and jaxlib and (newer or parse_version(jax)[:2] != parse_version(jaxlib)[:2]):
         yield _problem(f"jaxlib {jaxlib}", f"does not belong to jax {jax}", f"pip install 'jaxlib=={jax}'")
     for name in PLUGINS:
         have = versions[name]
         if have and jaxlib and parse_version(have) != parse_version(jaxlib):
-            text = f"is not of jaxlib's version, {jaxlib}, so JAX does not use it"
+            text = f"does not have jaxlib's version, {jaxlib}, so JAX does not use it"
             yield _problem(f"{name} {have}", text, f"pip install '{name}=={jaxlib}'")
     if versions["jax-cuda12-plugin"] and versions["jax-cuda13-plugin"]:
-        text = "are both installed; JAX takes whichever it finds first"
+        text = "are both installed; JAX uses the one that it finds first"
         yield _problem("jax-cuda12-plugin and jax-cuda13-plugin", text, "uninstall one, with its pjrt wheel")
     for name in CUDNN:
         have = versions[name]
@@ -203,13 +209,14 @@ def _check_versions(machine: Machine) -> Iterator[Finding]:
 def _check_devices(machine: Machine) -> Iterator[Finding]:
     probe, platforms = machine.probe, machine.env.get("JAX_PLATFORMS", "")
     if probe.timed_out:
-        yield _problem("devices", probe.error, "look at nvidia-smi; a hung driver, or other hosts that JAX waits for")
+        remedy = "run nvidia-smi: the driver may hang; or JAX may wait for other hosts"
+        yield _problem("devices", probe.error, remedy)
     elif probe.error:
         about_flags = re.search(r"flag|XLA_FLAGS", probe.error) is not None
-        topic, remedy = "devices", "start python -c 'import jax; jax.devices()' and read on"
+        topic, remedy = "devices", "run python -c 'import jax; jax.devices()' to see the full error"
         if about_flags:
-            topic, remedy = "XLA_FLAGS", "take it out of XLA_FLAGS"
-        yield _problem(topic, f"JAX ends at its start: {probe.error}", remedy)
+            topic, remedy = "XLA_FLAGS", "remove it from XLA_FLAGS"
+        yield _problem(topic, f"JAX does not start: {probe.error}", remedy)
     elif machine.num_gpus and probe.backend == "cpu":
         if "cpu" in platforms:
             yield _problem(f"JAX_PLATFORMS={platforms}", "hides this machine's GPU", "unset it")
@@ -218,14 +225,14 @@ def _check_devices(machine: Machine) -> Iterator[Finding]:
         else:
             yield _problem("devices", "there is an NVIDIA driver, but JAX uses the CPU", install_command("cuda12"))
     elif machine.num_gpus and "cuda" in machine.env.get("LD_LIBRARY_PATH", ""):
-        text = "names a CUDA that is found before the one of JAX's wheels"
+        text = "has a CUDA that is found before the one of JAX's wheels"
         yield _note("LD_LIBRARY_PATH", text, "unset it, unless JAX was installed for the system's CUDA")
     elif not machine.num_gpus and not platforms and any(machine.versions[name] for name in PLUGINS):
-        text = "is not set: JAX looks for the GPU that its CUDA plugin expects, and complains that there is none"
+        text = "is not set: JAX's CUDA plugin looks for a GPU, and JAX warns that there is none"
         yield _note("JAX_PLATFORMS", text, "set JAX_PLATFORMS=cpu")
     if probe.backend == "gpu" and len(probe.kinds) < machine.num_gpus:
         text = f"JAX sees {len(probe.kinds)} of this machine's {machine.num_gpus} GPUs"
-        yield _note("devices", text, "look at nvidia-smi and CUDA_VISIBLE_DEVICES; a scheduler may have given these")
+        yield _note("devices", text, "check nvidia-smi and CUDA_VISIBLE_DEVICES; a scheduler may have assigned these")
 
 
 def _check_host(machine: Machine) -> Iterator[Finding]:
@@ -236,11 +243,11 @@ def _check_host(machine: Machine) -> Iterator[Finding]:
             text += ", and InfiniBand must lock its buffers"
             yield _problem("locked memory (ulimit -l)", text, "ulimit -l unlimited (docker: --ulimit memlock=-1)")
         elif locked < 2**30:
-            text += "; CUDA's own pinned memory is not known to count against it"
+            text += "; CUDA's pinned memory is not known to count against it"
             remedy = "ulimit -l unlimited, if offloading to pinned_host or InfiniBand fails"
             yield _note("locked memory (ulimit -l)", text, remedy)
     if shm is not None and shm < 2**30:
-        text = f"holds {shm / 2**20:.0f} MiB; several processes of a node may share it through NCCL"
+        text = f"has {shm / 2**20:.0f} MiB; NCCL may use it between processes of a node"
         finding = _problem if machine.num_gpus else _note
         yield finding("/dev/shm", text, "mount it with 1 GiB or more (docker: --shm-size=1g, or --ipc=host)")
 
@@ -253,8 +260,8 @@ def _check_plan(machine: Machine) -> Iterator[Finding]:
         yield _note("jfsdp plan", text, remedy)
     else:
         if not any(machine.versions[name] for name in CUDNN) and not machine.num_gpus:
-            text = "cuDNN's wheel is missing, so attention by cuDNN does not compile"
-            yield _note("jfsdp plan", text, "pip install nvidia-cudnn-cu12 (-cu13 beside JAX's plugin for CUDA 13)")
+            text = "cuDNN's wheel is missing, so cuDNN attention does not compile"
+            yield _note("jfsdp plan", text, "pip install nvidia-cudnn-cu12 (-cu13 with JAX's plugin for CUDA 13)")
 
 
 def _problem(topic: str, text: str, remedy: str) -> Finding:
@@ -274,33 +281,33 @@ def _cudnn_needed() -> str:
 
 
 def has_infiniband() -> bool:
-    """Tell whether Linux knows an InfiniBand adapter of this machine."""
+    """Return whether Linux lists an InfiniBand adapter."""
     return any(Path("/sys/class/infiniband").glob("*"))
 
 
 _ON, _OFF = "|1|true|yes|on", "0|false|no|off"
 
-# Harmful values by the name of a flag or variable: a pattern in lower case, and the effect.
+# Harmful values by flag or variable: a pattern in lower case, and the effect.
 _FLAGS = {
     "xla_gpu_enable_latency_hiding_scheduler": (_OFF, "no collective overlaps with compute"),
-    "xla_gpu_disable_async_collectives": (".*all.*", "collectives wait for compute and compute for them"),
+    "xla_gpu_disable_async_collectives": (".*all.*", "collectives wait for compute, and compute for them"),
     "xla_disable_hlo_passes": (".*latency-hiding.*", "no collective overlaps with compute"),
-    "xla_gpu_autotune_level": ("0", "matmuls take the first kernel and not the fastest"),
+    "xla_gpu_autotune_level": ("0", "matmuls use the first kernel instead of the fastest"),
     "xla_backend_optimization_level": ("0|1", "kernels are compiled without optimization"),
 }
 _NCCL = {
-    "NCCL_P2P_DISABLE": (_ON, "GPUs of a node talk through host memory and not over NVLink"),
-    "NCCL_SHM_DISABLE": (_ON, "processes of a node that have no direct link talk over the network"),
-    "NCCL_IB_DISABLE": (_ON, "nodes talk over TCP and not over InfiniBand or RoCE"),
-    "NCCL_NET": ("socket", "nodes talk over TCP and not over InfiniBand or RoCE"),
-    "NCCL_SOCKET_IFNAME": ("=?lo", "other nodes are not reached"),
+    "NCCL_P2P_DISABLE": (_ON, "GPUs of a node communicate through host memory instead of NVLink"),
+    "NCCL_SHM_DISABLE": (_ON, "processes of a node without a direct link communicate over the network"),
+    "NCCL_IB_DISABLE": (_ON, "nodes communicate over TCP instead of InfiniBand or RoCE"),
+    "NCCL_NET": ("socket", "nodes communicate over TCP instead of InfiniBand or RoCE"),
+    "NCCL_SOCKET_IFNAME": ("=?lo", "other nodes are unreachable"),
 }
 
 
 def check_settings(env: Mapping[str, str]) -> list[Finding]:
-    """Return what the variables of an environment do to a run."""
+    """Return findings for harmful values of XLA_FLAGS and NCCL variables."""
     parts = (part.lstrip("-").partition("=") for part in env.get("XLA_FLAGS", "").split() if part.startswith("--"))
-    flags = {name: value for name, _, value in parts}  # without a value, the empty text, which XLA reads as true
+    flags = {name: value for name, _, value in parts}  # XLA reads an empty value as true
     found = []
     for rules, values, prefix in ((_FLAGS, flags, "XLA_FLAGS --"), (_NCCL, env, "")):
         for name, (pattern, effect) in rules.items():

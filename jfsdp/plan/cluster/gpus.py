@@ -1,4 +1,4 @@
-"""GPUs as data: the chip, its memory, its links, its peaks. No JAX, no devices."""
+"""Descriptions of GPUs: cores, memory, links and peak rates. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ _Rate = Annotated[float, 1]
 @checked
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """One kind of GPU in its usual server. Bandwidths are bytes/s per GPU in one direction; FLOP/s without sparsity.
+    """One kind of GPU in its usual server. The known GPUs, with the source of each number, are in gpus.toml.
 
-    `memory_bytes` is what CUDA reports, a little less than what is printed on the box. `link_bandwidth` joins the GPUs
-    of a domain, at most `domain_size` of them, over `link`; other domains are reached over `network_bandwidth`. Only
-    where `is_domain_of_nodes` can several nodes form one domain. `peak` is by dtype; float32 is without TF32.
-    `link_efficiency` is the part of a link's datasheet bandwidth that a large collective gets, where `measured_links`
-    has none: assumed 0.8 for NVLink (8 H100 get 0.89, measured), 0.6 for PCIe. `measured_links` are (bytes, bus
-    bandwidth) of all-gathers inside a node, `measured_matmul` is (dtype, (m, n, k), FLOP/s) of one on a quiet GPU.
-    `sustained` is the part of such rates that is left in a step that runs for hours, where the power limit lowers the
-    clock: fitted to published runs for the A100 and the H100 (scripts/fit_clock.py), assumed to be the H100's for all
-    others. The GPUs that are known, with the source of each number, are in gpus.toml.
+    Bandwidths are bytes/s per GPU in one direction. FLOP/s are without sparsity.
+
+    Attributes:
+      memory_bytes: as CUDA reports it, slightly less than the nominal size.
+      peak: FLOP/s by dtype; float32 is without TF32.
+      link, link_bandwidth: connect the GPUs of a domain, at most `domain_size`.
+      network_bandwidth: to other domains.
+      is_domain_of_nodes: whether several nodes can form one domain.
+      link_efficiency: the share of the datasheet's link bandwidth that a large collective reaches, without
+        `measured_links`. Assumed 0.8 for NVLink (measured on 8 H100: 0.89), 0.6 for PCIe.
+      measured_links: (bytes, bus bandwidth) of all-gathers inside a node.
+      measured_matmul: (dtype, (m, n, k), FLOP/s) of a matmul on an otherwise idle GPU.
+      sustained: the share of such rates that remains in long runs, where the power limit lowers the clock. Fitted to
+        published runs for the A100 and the H100 (scripts/fit_clock.py); assumed to be the H100's for others.
     """
 
     name: str
@@ -62,12 +67,12 @@ class Gpu:
         """Return the datasheet's FLOP/s for matrices of `dtype`: bfloat16, float16, tf32 or float32.
 
         Raises:
-          ValueError: for a dtype that the table lacks.
+          ValueError: for a dtype without a known rate.
         """
         rates = dict(self.peak)
         key = dtype_name(dtype)
         if key not in rates:
-            raise ValueError(f"{self.name}: no FLOP/s known for dtype {dtype!r}; known are {', '.join(rates)}")
+            raise ValueError(f"{self.name}: FLOP/s for dtype {dtype!r} are unknown; known are {', '.join(rates)}")
         return rates[key]
 
 
@@ -104,8 +109,8 @@ def _find(name: str, known: Mapping[str, Gpu]) -> Gpu:
     if key in by_name:
         return by_name[key]
     raise ValueError(
-        f"no GPU is called {name!r}{did_you_mean(key, by_name)}; there are {', '.join(known)}; a file FILE.toml may "
-        "describe another"
+        f"no GPU is called {name!r}{did_you_mean(key, by_name)}; there are {', '.join(known)}; describe others in a "
+        "file FILE.toml"
     )
 
 
@@ -114,14 +119,14 @@ GPUS = _read_table()
 
 @checked
 def find_gpu(name: str) -> Gpu:
-    """Return the GPU of a name or alias, upper or lower case, or the one that a file describes.
+    """Return a GPU by name or alias, or from a file.
 
     Args:
-      name: one of gpus.toml, or FILE.toml with the fields of a `Gpu`; `like = "h100"` takes those that it leaves out
-        from a known one. The name of the file, without `.toml`, becomes its name.
+      name: a name of gpus.toml, in upper or lower case, or FILE.toml with the fields of a `Gpu`. `like = "h100"` in the
+        file copies missing fields from a known GPU. The GPU is named FILE.
 
     Raises:
-      ValueError: if there is none, listing those there are, the closest first; if the file cannot be read as a GPU.
+      ValueError: for an unknown name, with the known ones, the closest first; for a file that does not describe a GPU.
     """
     known = {gpu.name: gpu for gpu in GPUS}
     if not name.endswith(".toml"):
@@ -130,4 +135,4 @@ def find_gpu(name: str) -> Gpu:
         path = Path(name).expanduser()
         return _make(path.stem, tomllib.loads(path.read_text(encoding="utf-8")), known)
     except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"{name} describes no GPU: {error}; docs/plan.md has an example") from None
+        raise ValueError(f"{name} does not describe a GPU: {error}; docs/plan.md has an example") from None

@@ -1,6 +1,6 @@
-"""Clusters, and how fast their GPUs multiply and send. Pure arithmetic on the table in gpus.py.
+"""Clusters, and the rates of their matmuls and collectives, computed from the table in gpus.py.
 
-Every number has a source, here as there: *measured*, *datasheet*, or *assumed*.
+Every number there and here has a source: *measured*, *datasheet*, or *assumed*.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ __all__ = ["GPUS", "Cluster", "Gpu", "find_gpu", "host_bandwidth", "link_bandwid
 
 _ITEMSIZE = {"bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4}
 
-# Assumed: the part of the adapters' datasheet bandwidth that a large collective gets, and how long a collective takes
-# before its first byte (8 H100 take 44 us, from the two smallest measured points).
+# Assumed: the share of the adapters' datasheet bandwidth that a large collective reaches, and the latency of a
+# collective (44 us for 8 H100, from the two smallest measured points).
 NETWORK_EFFICIENCY = 0.85
 INSIDE_LATENCY_S = 40e-6
 NETWORK_LATENCY_S = 60e-6
-# Of PCIe's bandwidth a copy to or from pinned host memory gets this part: 55 of 64 GB/s on PCIe 5, measured.
+# The share of PCIe's bandwidth that a copy to or from pinned host memory reaches. Measured: 55 of 64 GB/s on PCIe 5.
 HOST_EFFICIENCY = 0.86
-# How much longer a matmul takes while NCCL runs beside it: 30 to 40 % where it was measured; for every GPU assumed.
+# Slowdown of a matmul that overlaps with NCCL. Measured: 30 to 40 % on some GPUs. Assumed for all.
 OVERLAP_SLOWDOWN = 1.35
-# Of its calibrated rate, a matmul reaches k / (k + 256): the start and the end of each tile's loop. Assumed.
+# A matmul reaches k / (k + 256) of its calibrated rate, due to the start and end of each tile's loop. Assumed.
 _RAMP_K = 256
-# Tiles of an output that one core computes at a time, and their rate relative to the best. Assumed.
+# Output tiles (rows, columns) of a core, and their rate relative to the best. Assumed.
 _TILES = ((128, 256, 1.0), (128, 128, 0.9), (64, 128, 0.75))
 
 
 def link_bandwidth(
     gpu: Gpu, message_bytes: float, is_inside_node: bool, *, members_per_node: int | None = None
 ) -> float:
-    """Return the bus bandwidth of a collective in bytes/s: what a device sends, (N-1)/N of the message, by its time.
+    """Return the bus bandwidth of a collective in bytes/s: what a device sends, (N-1)/N of the message, over the time.
 
-    Inside a node: where all-gathers were measured, between those points linear in log(size), beyond the largest
-    constant, and below the smallest along the straight line of time through the two smallest. Elsewhere: an assumed
-    part of the datasheet's bandwidth after an assumed latency. Across nodes the adapters of a node work together: a
-    group with 8 of a node's GPUs sends through 8 adapters, a group with one GPU per node through one.
+    Inside a node, measured all-gathers are interpolated, linear in log(size). Larger messages have the bandwidth of the
+    largest. The time of smaller ones is extrapolated linearly from the two smallest. Without measurements, the
+    bandwidth is an assumed share of the datasheet's after an assumed latency. Across nodes a group uses one adapter for
+    each of its GPUs in a node.
 
     Args:
-      message_bytes: the whole value, as it stands after the gather or before the reduce-scatter.
-      is_inside_node: whether the group stays in one domain (for an NVL72, the rack).
-      members_per_node: how many GPUs of a node (for an NVL72, of the rack) belong to the group; by default all. Only
-        matters across nodes.
+      message_bytes: size of the full value, after the gather or before the reduce-scatter.
+      is_inside_node: whether the group is inside one domain (for an NVL72, the rack).
+      members_per_node: GPUs of the group in each node (for an NVL72, in the rack); by default all. Used only across
+        nodes.
     """
     inside = _inside_bandwidth(gpu, message_bytes)
     if is_inside_node:
@@ -79,27 +79,28 @@ def _inside_bandwidth(gpu: Gpu, message_bytes: float) -> float:
 
 
 def host_bandwidth(gpu: Gpu) -> float:
-    """Return bytes/s between a GPU and pinned host memory, one way: 0.86 of the datasheet (measured on PCIe 5)."""
+    """Return the bytes/s between a GPU and pinned host memory, in one direction."""
     return gpu.host_bandwidth * HOST_EFFICIENCY
 
 
-def matmul_rate(gpu: Gpu, dtype: str, m: int, n: int, k: int, *, kept: float = 1.0) -> float:
+def matmul_rate(gpu: Gpu, dtype: str, m: int, n: int, k: int, *, sustained: float = 1.0) -> float:
     """Return the FLOP/s of an [m k] x [k n] matmul.
 
-    A part of the datasheet's peak, less whatever the shape wastes: outputs are computed in tiles, the tiles in waves of
-    one per core, and a wave that is not full takes as long as a full one; short k does not fill the pipeline; and no
-    matmul is faster than its operands and result pass through memory. The part is calibrated by `Gpu.measured_matmul`:
-    a bfloat16 matmul of 4096^3 on an H100 runs at the 780 TFLOP/s that were measured there. This is a quiet GPU; under
-    load its cores keep a part, `kept`. *Assumed*: the H100's part where nothing was measured, the
-    same part for other dtypes, the sizes of the tiles and the ramp over k. Split-k, which helps small outputs with a
-    long k, is left out.
+    The rate is a share of the datasheet's peak, reduced by the shape. Outputs are computed in tiles, in waves of one
+    tile per core; a partial wave takes as long as a full one. A short k does not fill the pipeline. Memory bandwidth
+    limits the rate. The share is calibrated by `Gpu.measured_matmul`: a bfloat16 matmul of 4096^3 on an H100 runs at
+    the measured 780 TFLOP/s. *Assumed*: the H100's share for GPUs without measurement, the same share for other dtypes,
+    the tile sizes, and the ramp over k. Split-k, which helps small outputs with a long k, is not modeled.
+
+    Args:
+      sustained: the share of the rate that remains under load.
 
     Raises:
       ValueError: for a dtype without a known peak.
     """
     peak = gpu.peak_flops(dtype)
     itemsize = _ITEMSIZE[dtype_name(dtype)]
-    seconds = 2 * m * n * k / (peak * _calibration(gpu) * _used(gpu, m, n, k) * kept)
+    seconds = 2 * m * n * k / (peak * _calibration(gpu) * _used(gpu, m, n, k) * sustained)
     memory_s = itemsize * (m * k + k * n + m * n) / gpu.memory_bandwidth
     return 2 * m * n * k / max(seconds, memory_s)
 
@@ -112,7 +113,7 @@ def _calibration(gpu: Gpu) -> float:
 
 
 def _used(gpu: Gpu, m: int, n: int, k: int) -> float:
-    """The part of the cores' work that ends up in the output."""
+    """Return the useful share of the cores' work."""
 
     def full(rows: int, columns: int) -> float:
         tiles = math.ceil(m / rows) * math.ceil(n / columns)
@@ -125,16 +126,16 @@ def _used(gpu: Gpu, m: int, n: int, k: int) -> float:
 @checked
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """`nodes` machines of `gpus_per_node` GPUs each; device ids count the GPUs of a node, then the nodes.
+    """`nodes` machines with `gpus_per_node` GPUs each. Device ids count the GPUs of a node, then the nodes.
 
-    A *domain* is what one NVLink (or PCIe) network joins: a node, except on an NVL72, where several nodes of four GPUs
-    form one: as many as fit into its 72 GPUs and divide the nodes.
+    A *domain* is the set of GPUs on one NVLink (or PCIe) network. It is a node, except on an NVL72: there it is as many
+    nodes of four GPUs as fit into its 72 GPUs and divide `nodes`.
 
     Args:
-      gpus_per_node: 0: what is usual for this GPU.
+      gpus_per_node: 0: the usual number for this GPU.
 
     Raises:
-      ValueError: for counts below 1, and more GPUs than a domain joins.
+      ValueError: for counts below 1, and for more GPUs per node than a domain has.
     """
 
     gpu: Gpu
@@ -147,19 +148,19 @@ class Cluster:
         name, most = self.gpu.name, self.gpu.domain_size
         if self.gpus_per_node > most:
             raise ValueError(
-                f"{name}: gpus_per_node={self.gpus_per_node} exceeds the {most} GPUs that {self.gpu.link} joins; "
-                f"give nodes={math.ceil(self.num_devices / most)}, gpus_per_node={most}"
+                f"{name}: gpus_per_node={self.gpus_per_node} exceeds the {most} GPUs that {self.gpu.link} connects; "
+                f"pass nodes={math.ceil(self.num_devices / most)}, gpus_per_node={most}"
             )
         check_number(f"{name}: nodes={self.nodes} of gpus_per_node={self.gpus_per_node}", self.num_devices)
 
     @property
     def nodes_per_domain(self) -> int:
-        """Machines that reach each other without a network adapter."""
+        """Nodes connected without a network adapter."""
         fitting = self.gpu.domain_size // self.gpus_per_node if self.gpu.is_domain_of_nodes else 1
         return max(size for size in range(1, fitting + 1) if self.nodes % size == 0)
 
     def describe(self) -> str:
-        """Return the cluster in words."""
+        """Return a description of the cluster."""
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self.gpus_per_node}"
         return f"{self.num_devices} x {self.gpu.full_name} ({nodes})"
 
@@ -170,32 +171,32 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """GPUs in all."""
+        """Total GPUs."""
         return self.nodes * self.gpus_per_node
 
     @property
     def num_domains(self) -> int:
-        """NVLink (or PCIe) networks that only the network adapters join."""
+        """NVLink (or PCIe) networks, which network adapters connect."""
         return self.nodes // self.nodes_per_domain
 
     @property
     def devices_per_domain(self) -> int:
-        """GPUs that reach each other without a network adapter."""
+        """GPUs connected without a network adapter."""
         return self.nodes_per_domain * self.gpus_per_node
 
     def spans_nodes(self, group: Iterable[int]) -> bool:
-        """Return whether a group of device ids leaves its domain; the rack of an NVL72 counts as one.
+        """Return whether a group of device ids spans several domains. The rack of an NVL72 is one domain.
 
         Raises:
-          ValueError: for an id that the cluster does not have.
+          ValueError: for an id that is not in the cluster.
         """
         return len(self._members_by_domain(group)) > 1
 
     def group_bandwidth(self, group: Iterable[int], message_bytes: float) -> float:
-        """Return `link_bandwidth` for a collective among these device ids, all such groups at once.
+        """Return `link_bandwidth` for a collective among these device ids, with all such groups running concurrently.
 
         Raises:
-          ValueError: for an id that the cluster does not have.
+          ValueError: for an id that is not in the cluster.
         """
         members = self._members_by_domain(group)
         fewest = min(members.values(), default=1)

@@ -1,4 +1,4 @@
-"""What the processes of a run see of each other before it: hosts, devices, clocks, disks, each axis of a mesh."""
+"""Examine the processes of a run before it starts: hosts, devices, clocks, disks, and each mesh axis."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from jfsdp.launch.hosts import gather_json, hosts
 from jfsdp.layout.mesh import make_mesh
 from jfsdp.plan.cluster.doctor import Finding, Severity
 
-_ELEMENTS = 4 << 20  # float32 that each device has after an all-gather
+_ELEMENTS = 4 << 20  # float32 elements of the gathered buffer
 _ROUNDS = 5
-_MOST_SKEW_S = 1.0
+_MAX_SKEW_S = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """An axis of a mesh as it was tried: an all-gather of a known buffer over it, all groups at once.
+    """The measured all-gather of a known buffer over a mesh axis, with all groups running concurrently.
 
     Attributes:
-      crosses: what its devices belong to several of: "hosts", "processes", or "nothing".
-      seconds: the median of some rounds.
+      crosses: "hosts" or "processes" if a group spans several of them, else "nothing".
+      seconds: median of several rounds.
       gb_per_s: bytes that a device received per second, in 10^9.
     """
 
@@ -44,7 +44,7 @@ class Link:
 
 @dataclasses.dataclass(frozen=True)
 class Processes:
-    """What was found. `facts`: of each process, by its number; `skew_s`: by how much clocks differ, at most."""
+    """The result of an examination. `facts` is indexed by process; `skew_s` is the largest difference of clocks."""
 
     facts: list[dict[str, Any]]
     skew_s: float
@@ -55,15 +55,15 @@ class Processes:
 def examine_processes(
     directory: Path, sizes: Mapping[str, int], checks: Callable[[], list[Finding]], at: Callable[[str], Any]
 ) -> Processes:
-    """Examine a run's processes together; all of them call this, and get the same.
+    """Examine the processes of a run. All processes must call this, and get the same result.
 
     Args:
-      directory: that all are to see; process 0 writes a small file into it and removes it.
+      directory: a shared directory; process 0 writes a small file into it and removes it.
       sizes: of the mesh's axes.
-      checks: returns what this process's own settings do to a run.
-      at: a context manager that is told what is under way.
+      checks: returns the findings for this process's settings.
+      at: returns a context manager for a named phase.
     """
-    with at("the all-gather of what each process is"):
+    with at("gathering facts of all processes"):
         facts = gather_json(_facts(directory))
     with at("comparing clocks"):
         skew_s = min(_spread() for _ in range(_ROUNDS))
@@ -106,7 +106,7 @@ def _free(directory: Path) -> int | None:
 
 
 def _spread() -> float:
-    """Return how far the clocks of processes are apart that leave an exchange at about the same time."""
+    """Return the largest difference of the processes' clocks, read right after they exchange a message."""
     gather_json(None)
     times = gather_json(time.time())
     return max(times) - min(times)
@@ -119,15 +119,15 @@ def _compare(facts: list[dict[str, Any]], skew_s: float) -> list[Finding]:
     odd = [f"process {process} ({facts[process]['name']})" for process, kind in enumerate(kinds) if kind != usual]
     if odd:
         text = f"{', '.join(odd[:8])} have other devices than most processes"
-        found.append(Finding(Severity.PROBLEM, "devices", text, "give each process as many, of one kind"))
-    if skew_s > _MOST_SKEW_S:
+        found.append(Finding(Severity.PROBLEM, "devices", text, "give each process the same number, of one kind"))
+    if skew_s > _MAX_SKEW_S:
         text = f"clocks differ by {skew_s:.1f} s"
         found.append(Finding(Severity.NOTE, "clocks", text, "run NTP or chrony: times in logs cannot be compared"))
     return found
 
 
 def _check_directory(directory: Path) -> list[Finding]:
-    """Look whether all processes see what process 0 writes."""
+    """Check that all processes see a file that process 0 writes."""
     file, error = directory / f".jfsdp-doctor-{gather_json(uuid.uuid4().hex)[0]}", ""
     if jax.process_index() == 0:
         try:
@@ -136,19 +136,19 @@ def _check_directory(directory: Path) -> list[Finding]:
             error = failure.strerror or str(failure)
     if error := gather_json(error)[0]:
         text = f"process 0 cannot write to {directory} ({error})"
-        return [Finding(Severity.PROBLEM, "run directory", text, "make it, or name another with --run-dir")]
+        return [Finding(Severity.PROBLEM, "run directory", text, "make it, or pass another with --run-dir")]
     seen = gather_json(os.path.exists(file))
     if jax.process_index() == 0:
         file.unlink(missing_ok=True)
-    blind = [process for process, one in enumerate(seen) if not one]
-    if not blind:
+    missing = [process for process, one in enumerate(seen) if not one]
+    if not missing:
         return []
-    text = f"what process 0 writes to {directory} is not seen by processes {blind[:8]}"
-    return [Finding(Severity.PROBLEM, "run directory", text, "name one on a file system that all hosts share")]
+    text = f"processes {missing[:8]} do not see a file that process 0 wrote to {directory}"
+    return [Finding(Severity.PROBLEM, "run directory", text, "pass one on a file system that all hosts share")]
 
 
 def _try(mesh: Any, axis: str) -> tuple[Link, list[Finding]]:
-    """Gather a known buffer over an axis; return how long it took, and what was wrong with what came."""
+    """All-gather a known buffer over an axis; return its time, and findings about wrong values."""
     size, others = mesh.shape[axis], [name for name in mesh.axis_names if name != axis]
     split = NamedSharding(mesh, PartitionSpec((*others, axis)))
     gathered = NamedSharding(mesh, PartitionSpec(tuple(others) or None))
@@ -167,11 +167,11 @@ def _try(mesh: Any, axis: str) -> tuple[Link, list[Finding]]:
         gather(buffer).block_until_ready()
         times.append(time.perf_counter() - begin)
     shards = out.addressable_shards
-    own = [shard.device.id for shard in shards if not np.array_equal(np.asarray(shard.data), known(shard.index))]
-    wrong = [device for devices in gather_json(own) for device in devices]
+    local = [shard.device.id for shard in shards if not np.array_equal(np.asarray(shard.data), known(shard.index))]
+    wrong = [device for devices in gather_json(local) for device in devices]
     findings = []
     if wrong:
-        text = f"an all-gather over {axis!r} gave devices {wrong[:8]} other numbers than were sent"
+        text = f"an all-gather over {axis!r} gave devices {wrong[:8]} wrong values"
         findings.append(Finding(Severity.PROBLEM, "all-gather", text, "test these devices and their links"))
     rows = np.moveaxis(mesh.devices, mesh.axis_names.index(axis), -1).reshape(-1, size)
     host_of = dict(zip(mesh.devices.flat, hosts(list(mesh.devices.flat)), strict=True))

@@ -1,9 +1,9 @@
-"""Devices of a cluster that is not there, to compile for: `jax.jit(...).lower(...).compile()` on them needs no GPU.
+"""Devices of an absent cluster, for which `jax.jit(...).lower(...).compile()` needs no GPU.
 
-[Note: the plugin without a driver] JAX's CUDA plugin looks for a driver when it is loaded, and refuses to load without
-one unless JAX_PLATFORMS leaves CUDA out or JAX_SKIP_CUDA_CONSTRAINTS_CHECK is set. Loading happens once in a process,
-at JAX's first use of a device. So a process that will only compile should start with JAX_PLATFORMS=cpu. In one that did
-not, and has used no device yet, the check is skipped here for a moment; in one that has, only a new process helps.
+[Note: the plugin without a driver] JAX's CUDA plugin does not load without a driver, unless JAX_PLATFORMS excludes CUDA
+or JAX_SKIP_CUDA_CONSTRAINTS_CHECK is set. It loads once per process, when JAX first uses a device. So a process that
+only compiles should start with JAX_PLATFORMS=cpu. In a process without it, this module skips the check if no device was
+used before. Otherwise a new process is needed.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from jfsdp.plan.cluster.hardware import Cluster, Gpu
 
 _SKIP_CHECK = "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"
 
-# Fields of the target config that older XLAs do not know, with the first jaxlib that does. Seen: 0.10.2 refuses them
-# and 0.12.0 takes them; of 0.11, which lies between, nothing was tried, so there it is the parser that decides.
+# Fields of the target config that older XLAs do not know, with the first jaxlib that does. Tested: 0.10.2 refuses them,
+# 0.12.0 accepts them. 0.11 was not tested, so `topology_devices` tries both forms.
 FIELDS_SINCE = {"collective_memory_granularity: 2097152": (0, 11)}
 
 
 class PlanUnavailable(ValueError):
-    """What compiling for absent devices needs is missing, or of another version; the message says what to install."""
+    """A package for compiling for absent devices is missing or has the wrong version; the message names it."""
 
 
 @checked
 def topology_devices(cluster: Cluster) -> Sequence[Any]:
-    """Return the devices of a cluster nobody has rented, to make a mesh of.
+    """Return devices of an absent cluster, to make a mesh for compilation.
 
     Raises:
-      PlanUnavailable: if JAX's CUDA plugin is missing, of another version than JAX, or could not be loaded.
+      PlanUnavailable: if JAX's CUDA plugin is missing, has another version than JAX, or cannot be loaded.
     """
     require_gpu_compiler()
     import jax
@@ -45,18 +45,18 @@ def topology_devices(cluster: Cluster) -> Sequence[Any]:
         try:
             return _describe(topology, text).devices
         except jax.errors.JaxRuntimeError as error:
-            if "GpuTargetConfigProto" not in str(error):  # it was parsed
+            if "GpuTargetConfigProto" not in str(error):  # not an error of the parser
                 raise
     raise PlanUnavailable(
-        f"{cluster.gpu.name}: jaxlib {installed_version('jaxlib')} does not take our description of this GPU; use a "
-        "jaxlib that was tried (0.10.2, 0.12.0)"
+        f"{cluster.gpu.name}: jaxlib {installed_version('jaxlib')} cannot parse jfsdp's description of this GPU; use a "
+        "tested jaxlib (0.10.2, 0.12.0)"
     )
 
 
 def render_target_config(gpu: Gpu, jaxlib_version: tuple[int, ...] | None = None) -> str:
-    """Return XLA's description of a GPU, as text, for the installed jaxlib or for another version of it."""
+    """Return the text of XLA's target config of a GPU, for the installed jaxlib or `jaxlib_version`."""
     version = parse_version(installed_version("jaxlib") or "0") if jaxlib_version is None else jaxlib_version
-    # From Hopper on, XLA compiles for the architecture's own variant (sm_90a), which alone has the newer matmuls.
+    # Since Hopper, XLA compiles for the architecture-specific variant (sm_90a), required by the newer matmuls.
     features = "ACCELERATED_FEATURES" if gpu.capability >= (9, 0) else "NONE"
     optional = [f"device_interconnect_info {{ active_links: {gpu.num_links} }}"] if gpu.num_links else []
     optional += [field for field, since in FIELDS_SINCE.items() if version >= since]
@@ -66,13 +66,13 @@ def render_target_config(gpu: Gpu, jaxlib_version: tuple[int, ...] | None = None
 
 
 def require_gpu_compiler(version: Callable[[str], str | None] | None = None) -> None:
-    """Check that JAX's CUDA plugin is there and of the version of jaxlib; starts nothing.
+    """Check that JAX's CUDA plugin is installed in the version of jaxlib. Does not load it.
 
     Args:
-      version: finds an installed distribution's version; by default the running Python's.
+      version: returns an installed distribution's version; by default from the running Python.
 
     Raises:
-      PlanUnavailable: if it is not; names the versions found, those needed, and what to install.
+      PlanUnavailable: if it is not; names the installed and required versions, and the packages to install.
     """
     version = version or installed_version
     jaxlib = version("jaxlib")
@@ -80,14 +80,14 @@ def require_gpu_compiler(version: Callable[[str], str | None] | None = None) -> 
     for cuda in (12, 13):
         if all(found[name] and parse_version(found[name]) == parse_version(jaxlib or "") for name in _plugin(cuda)):
             return
-    # Which CUDA somebody meant shows in what they have.
+    # Name the plugin for CUDA 13 only if just that one is installed.
     cuda = 13 if found["jax-cuda13-plugin"] and not found["jax-cuda12-plugin"] else 12
     needed = _plugin(cuda)
     has = ", ".join(f"{name} {found[name] or 'missing'}" for name in needed)
     exact = " ".join(f"'{name}=={jaxlib}'" for name in needed)
     raise PlanUnavailable(
-        f"compiling for GPUs that are not there needs JAX's CUDA plugin in the version of jaxlib, {jaxlib}; "
-        f"found {has}; `jfsdp plan --analytic` needs none; pip install {exact} nvidia-cudnn-cu{cuda}"
+        f"compiling for absent GPUs needs JAX's CUDA plugin in the version of jaxlib, {jaxlib}; "
+        f"found {has}; `jfsdp plan --analytic` works without it; pip install {exact} nvidia-cudnn-cu{cuda}"
     )
 
 
@@ -98,7 +98,7 @@ def _plugin(cuda: int) -> tuple[str, str]:
 def _describe(topology: str, target_config: str) -> Any:
     from jfsdp.compat import describe_topology  # starts JAX
 
-    # See [Note: the plugin without a driver]. With a driver, the plugin's check is the user's friend.
+    # See [Note: the plugin without a driver]. With a driver, the plugin's check is useful.
     skips = not has_nvidia_driver() and _SKIP_CHECK not in os.environ
     if skips:
         os.environ[_SKIP_CHECK] = "1"
@@ -106,8 +106,8 @@ def _describe(topology: str, target_config: str) -> Any:
         return describe_topology(topology, target_config)
     except NotImplementedError as error:
         raise PlanUnavailable(
-            f"JAX's plugin for cuda did not load in this process ({error}): JAX was used here before, "
-            "without JAX_PLATFORMS=cpu, and found no driver; start the process with JAX_PLATFORMS=cpu"
+            f"JAX's CUDA plugin did not load in this process ({error}): JAX was used before without JAX_PLATFORMS=cpu "
+            "and found no driver; start the process with JAX_PLATFORMS=cpu"
         ) from error
     finally:
         if skips:
@@ -115,11 +115,11 @@ def _describe(topology: str, target_config: str) -> Any:
 
 
 def has_nvidia_driver() -> bool:
-    """Return whether this machine has an NVIDIA driver with a device; looks at files only."""
+    """Return whether this machine has an NVIDIA driver with a device. Checks files only."""
     return Path("/dev/nvidiactl").exists()
 
 
 def parse_version(version: str | None) -> tuple[int, ...]:
-    """Return the dotted numbers at a version's start, as JAX compares them: 0.12.0.1 is not 0.12.0."""
+    """Return the dotted numbers at the start of a version, which JAX compares: 0.12.0.1 is not 0.12.0."""
     match = re.match(r"\d+(?:\.\d+)*", version or "")
     return tuple(int(part) for part in match[0].split(".")) if match else ()

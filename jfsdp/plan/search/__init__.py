@@ -1,1 +1,1 @@
-"""From the options of the training script to plans: one, or the best of many."""
+"""Search options for the fastest plan that fits."""

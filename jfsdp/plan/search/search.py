@@ -1,13 +1,15 @@
-"""Search for the fastest step that fits a cluster: options are changed, compiled and read, and never run.
+"""Search for the fastest step that fits a cluster. Candidates are compiled, but not run.
 
-[Note: how the search goes]
-One kind of option after the other: where state is split, over how many devices the best of these splits the model
-itself (axis `tensor`), what the best then recomputes, how many rows per device for
-the best few; over again while that gains; program, depth of prefetch and storage; XLA's options at last. Before a
-candidate is compiled, what can be said without a compiler may rule it out: its state alone does not fit, or computing
-at the GPU's peak or its bytes on the wire alone take longer than the best found (so that the front lacks what would be
-leaner and that slow). All of it in the same order each time, but a budget of seconds cuts it off where the machine's
-speed says. Seconds are predictions (plan/plan.py): differences of a few percent are within their error.
+[Note: order of the search]
+1. The strategy and mesh, then the size of axis `tensor` for the best of them.
+2. The remat of the best.
+3. The rows per device of the best few. Steps 1 to 3 repeat while they improve the best.
+4. Program, prefetch depth and storage, then XLA options.
+
+Bounds rule out candidates before they are compiled: if their state does not fit, or if compute at the GPU's peak or
+communication takes longer than the best step. So the front lacks candidates that need less memory but are that slow.
+The order is deterministic, but the budget of seconds ends it at a point that depends on the machine. Seconds are
+predictions (plan/plan.py); differences of a few percent are within their error.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from jfsdp.trainer.parse import write
 
 
 class Outcome(enum.Enum):
-    """What became of a candidate. IMPOSSIBLE: training would refuse these options."""
+    """The outcome of a candidate. IMPOSSIBLE: training would refuse its options."""
 
     PLANNED = "planned"
     SKIPPED = "skipped"
@@ -41,12 +43,12 @@ class Outcome(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """Options that a search considered, and what became of them; numbers are of one device, None where not planned.
+    """Options that a search considered, with their outcome. Numbers are per device.
 
     Attributes:
-      changes: the fields that differ from the options that the user gave.
+      changes: the fields that differ from the user's options.
       reason: why it was not planned.
-      mesh: the sizes of its axes, without those of size 1.
+      mesh: its axis sizes above 1.
       fits, needed_bytes, step_s, items_per_s, mfu, compile_s: as in `Plan`.
     """
 
@@ -64,17 +66,17 @@ class Candidate:
 
     @property
     def is_planned(self) -> bool:
-        """Whether there is a plan of it."""
+        """Whether it was planned."""
         return self.outcome is Outcome.PLANNED
 
     @property
     def item_s(self) -> float:
-        """Predicted seconds per item and GPU: what the search makes small."""
+        """Predicted seconds per item and GPU, which the search minimizes."""
         return 1 / self.items_per_s if self.items_per_s else math.inf
 
     @property
     def label(self) -> str:
-        """What is changed, as NAME=VALUE by the names of the fields."""
+        """The changes as NAME=VALUE, with the names of fields."""
         return " ".join(f"{name}={write(value)}" for name, value in self.changes.items()) or "as given"
 
     def to_dict(self) -> dict[str, Any]:
@@ -87,7 +89,7 @@ class Candidate:
 
 
 def pareto_front(points: Iterable[Candidate]) -> tuple[Candidate, ...]:
-    """Return those that none beats in memory without being slower; leanest first. Of equal ones, the first."""
+    """Return the Pareto front of memory and time, the least memory first. Of equal candidates, the first."""
     front: list[Candidate] = []
     for point in sorted(points, key=lambda point: (point.needed_bytes, point.item_s)):
         if not front or point.item_s < front[-1].item_s:
@@ -97,16 +99,16 @@ def pareto_front(points: Iterable[Candidate]) -> tuple[Candidate, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Search:
-    """What a search found.
+    """The result of a search.
 
     Attributes:
-      tried: every candidate in the order in which it was considered; the first is what the user gave.
+      tried: every candidate, in order; the first has the user's options.
       item: "token" or "row".
-      limit_bytes: what a step may take of a GPU's memory.
-      elapsed_s: seconds that the search took.
-      is_complete: whether it ended by itself and not by its budget.
+      limit_bytes: GPU memory that a step may use.
+      elapsed_s: seconds of the search.
+      is_complete: whether it ended before its budget was used up.
       title: the model and the cluster.
-      base: the recipe that the options came from, whose other fields the winner's recipe keeps.
+      base: the recipe of the user's options; the best candidate's recipe keeps its other fields.
     """
 
     tried: tuple[Candidate, ...]
@@ -119,27 +121,27 @@ class Search:
 
     @property
     def default(self) -> Candidate:
-        """The options as the user gave them."""
+        """The candidate with the user's options."""
         return self.tried[0]
 
     @property
     def best(self) -> Candidate | None:
-        """The fastest that fits; of equals the leanest. None if nothing fits."""
+        """The fastest candidate that fits, of equals the one with the least memory; None if nothing fits."""
         return min((one for one in self.tried if one.fits), key=rank, default=None)
 
     @property
     def front(self) -> tuple[Candidate, ...]:
-        """Those that fit, and than which none is both leaner and as fast; the leanest first."""
+        """The Pareto front of the candidates that fit."""
         return pareto_front(one for one in self.tried if one.fits)
 
     @property
     def gain(self) -> float | None:
-        """How many times faster per item the best is predicted to be than what was given; None if that does not fit."""
+        """Predicted speedup of the best over the user's options, per item; None if the latter do not fit."""
         return self.default.item_s / self.best.item_s if self.best and self.default.fits else None
 
     @property
     def advice(self) -> str:
-        """Where nothing fits: what came nearest, and what would help. Otherwise empty."""
+        """The candidate with the least memory and a remedy, if nothing fits; otherwise empty."""
         if self.best is not None:
             return ""
         planned = [one for one in self.tried if one.is_planned]
@@ -147,8 +149,8 @@ class Search:
             return f"{self.title}: no candidate could be planned: {self.default.reason}"
         least = min(planned, key=lambda one: one.needed_bytes)
         return (
-            f"{self.title}: nothing that was tried fits: the least is {least.needed_bytes / 2**30:.1f} GiB of "
-            f"{self.limit_bytes / 2**30:.1f} GiB ({least.label}); take more nodes or shorter rows"
+            f"{self.title}: no candidate fits: the least is {least.needed_bytes / 2**30:.1f} GiB of "
+            f"{self.limit_bytes / 2**30:.1f} GiB ({least.label}); use more nodes or shorter rows"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -165,14 +167,14 @@ class Search:
         }
 
     def recipe(self) -> dict[str, Any]:
-        """Return the best as fields of `TrainConfig`: the model, and what differs from the defaults; {}: none fits."""
+        """Return the best candidate's non-default fields of `TrainConfig`, with the model; {} if none fits."""
         if self.best is None:
             return {}
         return spaces.recipe_of(self.best.options, self.base)
 
 
 def rank(one: Candidate) -> tuple[float, int]:
-    """Order the fastest first, of equally fast ones the leanest."""
+    """Sort by time, then by memory."""
     return one.item_s, one.needed_bytes
 
 
@@ -190,20 +192,21 @@ def search_job(
     on_progress: Callable[[str], None] = lambda text: None,
     planner: Callable[..., Any] = plan_job,
 ) -> Search:
-    """Find what fits a cluster and is predicted fastest per item; see [Note: how the search goes]. Allocates nothing on
-    any device.
+    """Find the options that fit a cluster with the least predicted time per item; see [Note: order of the search].
+
+    Allocates nothing on any device.
 
     Args:
-      options: where it starts; tried first, whatever comes of it.
-      space: what to try.
-      budget_s: seconds after which no other candidate is begun; the first one is planned in any case.
-      reserve_bytes: GPU memory that the step must leave to others.
+      options: the first candidate, which is always planned.
+      space: the values to try.
+      budget_s: seconds after which no other candidate is started.
+      reserve_bytes: GPU memory that the step must leave free.
       documents_per_row: as in `plan_job`.
-      on_progress: is told what happens next.
-      planner: what plans a candidate, as `plan_job` does.
+      on_progress: called with a description of each phase before it begins, and with each outcome.
+      planner: plans a candidate, by default `plan_job`.
 
     Raises:
-      PlanUnavailable: without a compiler for this GPU.
+      PlanUnavailable: if there is no compiler for this GPU.
       ValueError: for options that training would refuse.
     """
 
@@ -237,9 +240,9 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
         before = tries.least_item_s()
         for one in tries.best(1):
             tries.try_all(spaces.remats(one, space, names))
-        # Else a remat that wins with one row would hide another that has room for many.
-        roomy = tries.leanest() if is_first else []
-        for one in dict.fromkeys(tries.best(space.beam) + roomy):
+        # Include the least memory: the remat that is fastest with one row may not fit more rows.
+        leanest = tries.leanest() if is_first else []
+        for one in dict.fromkeys(tries.best(space.beam) + leanest):
             for ladder in spaces.batches(one, given, space):
                 tries.climb(ladder)
         for one in tries.best(1):
@@ -264,7 +267,7 @@ def _place(tries: _Tries, one: StepOptions, space: SearchSpace) -> None:
 
 @dataclasses.dataclass
 class _Tries:
-    """What was tried so far, and for how long."""
+    """The candidates that were tried, and the time spent."""
 
     default: StepOptions
     cluster: Cluster
@@ -288,24 +291,24 @@ class _Tries:
         return min((one.item_s for one in self.fitting()), default=math.inf)
 
     def best(self, num: int) -> list[StepOptions]:
-        """Return the fastest that fit; where none does, the leanest."""
+        """Return the fastest options that fit; if none fits, those with the least memory."""
         planned = [one for one in self.found.values() if one.is_planned]
         ranked = self.fitting() or sorted(planned, key=lambda one: (one.needed_bytes, one.item_s))
         return [one.options for one in ranked[:num]]
 
     def leanest(self) -> list[StepOptions]:
-        """Return what fits with the most room for rows, and is the fastest of those."""
+        """Return the options with the least memory, the fastest of equals."""
         return [one.options for one in pareto_front(self.fitting())[:1]]
 
     def try_all(self, options: Iterable[StepOptions]) -> None:
-        """Try options in order of promise: what theory says they take at least, then their bytes on the wire."""
+        """Try options in the order of their lower bounds of time, then of communication time."""
         fresh = [(one, self._bound(one)) for one in dict.fromkeys(options) if one not in self.found]
         bounded = [(one, bound) for one, bound in fresh if bound is not None]
         for one, bound in sorted(bounded, key=lambda pair: (pair[1].item_s, pair[1].wire_s / pair[1].items)):
             self._try(one, bound)
 
     def climb(self, ladder: Iterable[StepOptions]) -> None:
-        """Try options one after the other while they fit and each is faster than the one before."""
+        """Try options in order while each fits and is faster than the previous one."""
         before = math.inf
         for one in ladder:
             if one not in self.found and (bound := self._bound(one)) is not None:
@@ -325,11 +328,11 @@ class _Tries:
     def _try(self, options: StepOptions, bound: Bound) -> None:
         if bound.state_bytes > self.limit_bytes:
             reason = f"{bound.state_bytes / 2**30:.1f} GiB of {self.limit_bytes / 2**30:.1f}"
-            return self._skip(options, Outcome.SKIPPED, f"its state alone does not fit: {reason}")
+            return self._skip(options, Outcome.SKIPPED, f"its state does not fit: {reason}")
         if bound.item_s >= self.least_item_s():
             times = f"{bound.item_s / self.least_item_s():.2f}x of the best"
-            what = "wire" if bound.wire_s > bound.compute_s else "matmuls at their peak"
-            return self._skip(options, Outcome.SKIPPED, f"cannot be faster: its {what} alone takes {times}")
+            what = "communication takes" if bound.wire_s > bound.compute_s else "matmuls at their peak take"
+            return self._skip(options, Outcome.SKIPPED, f"cannot be faster: its {what} {times}")
         if self.elapsed_s + self.longest_s > self.budget_s:
             self.is_cut = True
             return self._skip(options, Outcome.SKIPPED, "no time left")
@@ -339,7 +342,7 @@ class _Tries:
         self._record(Candidate(options, spaces.changes(options, self.default), outcome, reason))
 
     def plan_one(self, options: StepOptions) -> None:
-        """Compile a candidate and note what becomes of it."""
+        """Compile a candidate and record its outcome."""
         one = Candidate(options, spaces.changes(options, self.default), Outcome.PLANNED)
         begin_s = time.perf_counter()
         self.say(f"compiling {one.label}")
@@ -347,7 +350,7 @@ class _Tries:
             plan = self.plan(options)
         except PlanUnavailable:
             raise
-        except Exception as error:  # whatever XLA cannot do with one candidate must not end the search
+        except Exception as error:  # an error of one candidate must not end the search
             self._skip(options, Outcome.FAILED, f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}")
         else:
             names = ("fits", "needed_bytes", "step_s", "items_per_s", "mfu")

@@ -1,4 +1,4 @@
-"""What a search may change about a training step: values by option, and the step's options with one of them changed."""
+"""Search spaces: the values to try for each option, and changes of a step's options."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ _MAX_DOUBLINGS = 16
 
 @dataclasses.dataclass(frozen=True)
 class SearchSpace:
-    """The values to try by option; None leaves it to the model and the cluster, () keeps what the options say.
+    """The values to try for each option. None: chosen from the model and the cluster. (): the option is unchanged.
 
     Attributes:
       strategies: names of `WAYS`; by default all.
-      remats: as `StepOptions.remat`; by default full, dots, none, and the names that the model gave to values.
-      batches: rows per device and step; by default powers of two times the given, up while they fit and gain. With
-        accumulation the given is kept: the global batch is meant then, and only its microbatches are tried.
-      xla: groups of choices for XLA, one group after the other, each choice a tuple of names and values; by default
+      remats: as `StepOptions.remat`; by default full, dots, none, and the model's checkpoint names.
+      batches: rows per device and step; by default powers of two times the user's, while they fit and are faster. With
+        accumulation only the number of microbatches changes, to keep the global batch.
+      xla: groups of choices for XLA, tried in order; each choice is a tuple of names and values. By default
         `xla_choices`.
-      beam: how many of the best get more rows per device.
+      beam: number of best candidates that are tried with more rows per device.
       programs: each as (program, prefetch, storage); by default `PROGRAMS`.
-      tensor_sizes: of axis `tensor`; by default the divisors of a host's GPUs, if the job has cuts and the given mesh
-        leaves the axis open: it says -1 for some axis and does not name `tensor`.
+      tensor_sizes: of axis `tensor`; by default the divisors of a node's GPUs, if the job has placements or axis rules,
+        and the user's mesh has an axis of -1 but no `tensor`.
     """
 
     strategies: tuple[str, ...] | None = None
@@ -69,33 +69,33 @@ class SearchSpace:
 
 
 def changes(options: StepOptions, default: StepOptions) -> dict[str, Any]:
-    """Return the fields of options that differ from those of a default, in the order of the fields."""
+    """Return the fields of `options` that differ from `default`, in the order of the fields."""
     names = [field.name for field in dataclasses.fields(StepOptions)]
     return {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
 
 
 def recipe_of(options: StepOptions, base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a recipe as fields of `TrainConfig`: a base, updated by the options, and options that are not defaults."""
+    """Return a recipe as fields of `TrainConfig`: `base`, updated by the options, and the non-default options."""
     default, names = StepOptions(), [field.name for field in dataclasses.fields(StepOptions)]
     given = {name: getattr(options, name) for name in names}
     return {**base, **{name: x for name, x in given.items() if name in base or x != getattr(default, name)}}
 
 
 def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:
-    """Yield the options under every strategy and mesh. Axes other than the data's keep their sizes."""
+    """Yield the options with every strategy and mesh. Model axes keep their sizes."""
     sizes = mesh_sizes(options.mesh, cluster.num_devices)
     others = {axis: size for axis, size in sizes.items() if axis not in ("replica", "fsdp") and size > 1}
     inner = math.prod(others.values())
     num = cluster.num_devices // inner
-    domain = min(num, max(1, cluster.devices_per_domain * others.get(PIPE, 1) // inner))  # of a stage
+    domain = min(num, max(1, cluster.devices_per_domain * others.get(PIPE, 1) // inner))  # of one stage
     for name in WAYS if space.strategies is None else space.strategies:
         strategy, kept, opt_over, has_replicas = WAYS[name]
         if name == _ZERO1 and options.accumulate == 1 and space.strategies is None:
-            continue  # zero2 is the same program then
+            continue  # the same program as zero2
         if name == _KEPT_IN_DOMAIN and not 1 < domain < num:
             continue
         meshes = [{"fsdp": -1}]
-        if has_replicas:  # groups of a node's devices, and of two nodes'; of one node half
+        if has_replicas:  # groups of one and two domains; in a single domain, of half
             usual = (domain // 2,) if num <= domain else (domain, 2 * domain)
             meshes = [{"replica": -1, "fsdp": size} for size in usual if 1 < size < num and num % size == 0]
         for mesh in meshes:
@@ -109,7 +109,7 @@ def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> It
 
 
 def _way_of(options: StepOptions) -> str:
-    """Return the name in `WAYS` of what options say, or the nearest."""
+    """Return the options' name in `WAYS`, or the nearest."""
     has_replicas = dict(options.mesh).get("replica", 1) != 1
     kept = options.reshard_after_forward
     kept = _DOMAIN if isinstance(kept, int) and not isinstance(kept, bool) else kept
@@ -118,14 +118,14 @@ def _way_of(options: StepOptions) -> str:
 
 
 def tensors(options: StepOptions, given: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:
-    """Yield the options with every size of axis `tensor`, under their strategy and the one that was given.
+    """Yield the options with every size of axis `tensor`, with their strategy and the user's.
 
-    The global batch stays: of fewer data shards each has more rows. A size that would leave a part of a row to each is
-    left out.
+    The global batch is unchanged, so fewer data shards have more rows each. Sizes that would need a fraction of a row
+    are skipped.
 
     Args:
-      options: those to change.
-      given: those that the user gave.
+      options: the options to change.
+      given: the user's options.
     """
     both = dataclasses.replace(space, strategies=tuple(dict.fromkeys((_way_of(options), _way_of(given)))))
     sizes = mesh_sizes(options.mesh, cluster.num_devices)
@@ -141,13 +141,13 @@ def tensors(options: StepOptions, given: StepOptions, cluster: Cluster, space: S
 
 
 def programs(options: StepOptions, space: SearchSpace) -> Iterator[StepOptions]:
-    """Yield the options under every program, depth of prefetch and storage form."""
+    """Yield the options with every program, prefetch depth and storage."""
     for program, prefetch, storage in PROGRAMS if space.programs is None else space.programs:
         yield dataclasses.replace(options, program=program, prefetch=prefetch, storage=storage)
 
 
 def remats(options: StepOptions, space: SearchSpace, names: Sequence[str]) -> Iterator[StepOptions]:
-    """Yield the options with every remat; `names` are those that the model gave to values."""
+    """Yield the options with every remat; `names` are the model's checkpoint names."""
     sizes = range(1, len(names) + 1) if len(names) <= _MAX_SUBSETS else {1, len(names)}
     subsets = [part for size in sizes for part in itertools.combinations(names, size)]
     usual = ("full", "none", "dots", *((("save", part),) for part in subsets))
@@ -156,11 +156,11 @@ def remats(options: StepOptions, space: SearchSpace, names: Sequence[str]) -> It
 
 
 def batches(options: StepOptions, given: StepOptions, space: SearchSpace) -> Iterator[list[StepOptions]]:
-    """Yield ladders of options with other batches per device, each to be climbed while it fits and gains.
+    """Yield lists of options with other batches per device, each to be tried while they fit and are faster.
 
     Args:
-      options: those to change.
-      given: those that the user gave.
+      options: the options to change.
+      given: the user's options.
     """
     if space.batches is not None:
         wanted = [rows for rows in sorted(space.batches) if rows % options.accumulate == 0]
@@ -175,7 +175,7 @@ def batches(options: StepOptions, given: StepOptions, space: SearchSpace) -> Ite
         rows = [options.batch_per_device * 2**power for power in range(_MAX_DOUBLINGS)]
         yield [dataclasses.replace(options, batch_per_device=count) for count in rows]
         if options.accumulate == 1:
-            # Gathers and reductions once for two microbatches: what helps where the wire is the limit.
+            # Two microbatches with one gather and reduction help if communication limits the step.
             twice = dataclasses.replace(options, batch_per_device=rows[1], accumulate=2)
             yield [dataclasses.replace(twice, reshard_after_backward=False)]
 
@@ -185,7 +185,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def leaner(options: StepOptions) -> Iterator[StepOptions]:
-    """Yield the options with less on the device: for when nothing fits, from what costs little to what costs much."""
+    """Yield options that use less device memory, the cheapest in time first."""
     lean = dataclasses.replace(options, remat="full")
     yield lean
     rows = options.batch_per_device
@@ -198,10 +198,9 @@ def leaner(options: StepOptions) -> Iterator[StepOptions]:
 
 
 def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[Pairs, ...], ...]:
-    """Return groups of choices for XLA, by the names that they have in this JAX; see `engine/options.py` for the
-    defaults that they replace.
+    """Return groups of choices for XLA: collectives in flight, pipelining of loops, and combine thresholds.
 
-    Collectives in flight; loops that fetch one iteration ahead; up to how many bytes collectives are combined.
+    They replace defaults of `engine/options.py`, and have the names of the installed JAX.
     """
     layout = shard_planned(options, num_devices=cluster.num_devices).model.layout
     unit, shard = unit_bytes(layout)
@@ -216,10 +215,7 @@ def xla_choices(options: StepOptions, cluster: Cluster) -> tuple[tuple[Pairs, ..
 
 
 def value_names(options: StepOptions, cluster: Cluster) -> tuple[str, ...]:
-    """Return the names that a model gives to values (`checkpoint_name`) as it computes its loss.
-
-    Cost: one trace of the forward.
-    """
+    """Return the checkpoint names (`checkpoint_name`) of a model's values. Traces the forward once."""
     plain = dataclasses.replace(options, remat="none")
     planned = shard_planned(plain, num_devices=cluster.num_devices)
     trace = jax.make_jaxpr(planned.model.forward(planned.job.loss))

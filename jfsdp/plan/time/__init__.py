@@ -1,1 +1,1 @@
-"""A program on a clock: estimates from datasheets and a few measurements."""
+"""Estimate the time of a program, from datasheets and a few measurements."""

@@ -1,4 +1,4 @@
-"""A picture of a simulated schedule: the step, and one run of its largest loops; what computes, sends and waits."""
+"""Draw a simulated schedule: compute, communication and waits of a step and of its largest loops."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ COLORS = {
 }
 ENDINGS = (".png", ".svg")
 _LANES = {"compute": "compute", "wire": "send", **{axis: axis for axis in MODEL_AXES}, "host": "host"}
-_JOINED = ("matmul", "attention", "memory")  # kinds of which neighbours are drawn as one bar
-_LEAST = 0.01  # of the step: what takes less has no panel
-_ZOOMS = 2  # loops with a panel
-_WIDTH, _FONT = 7.0, 10.5  # inches and points: readable where the picture is shrunk to 400 pixels
+_JOINED = ("matmul", "attention", "memory")  # kinds whose adjacent events are drawn as one bar
+_MIN_SHARE = 0.01  # of the step, for a loop to have a panel
+_MAX_LOOPS = 2  # loops with a panel
+_WIDTH, _FONT = 7.0, 10.5  # inches and points: readable if the picture is scaled to 400 pixels
 _LETTER = 0.01  # width of a letter, as a part of the figure's
 _NONE: Mapping[str, str] = {}
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One computation of a step, which runs `times` per step; seconds are those of one run.
+    """One computation of a step, which runs `times` per step. Seconds are of one run.
 
     Attributes:
-      name: such as "forward of layers"; of the step itself empty.
+      name: such as "forward of layers"; empty for the step.
     """
 
     computation: str
@@ -64,7 +64,7 @@ class Panel:
 
 
 def find_panels(timeline: Timeline, names: Mapping[str, str] = _NONE) -> tuple[Panel, ...]:
-    """Return the step, then in their order the loops that take most of it, each worth drawing.
+    """Return the step and its largest loops, in their order.
 
     Args:
       names: of computations; see `phases`.
@@ -77,8 +77,8 @@ def find_panels(timeline: Timeline, names: Mapping[str, str] = _NONE) -> tuple[P
         for name, of in found.items()
     ]
     step, total = dataclasses.replace(panels[-1], name=""), lambda panel: panel.seconds * panel.times
-    large = [panel for panel in panels[:-1] if total(panel) >= _LEAST * timeline.step_s]
-    zoomed = sorted(large, key=total)[-_ZOOMS:]
+    large = [panel for panel in panels[:-1] if total(panel) >= _MIN_SHARE * timeline.step_s]
+    zoomed = sorted(large, key=total)[-_MAX_LOOPS:]
     return (step, *(panel for panel in large if panel in zoomed))
 
 
@@ -105,7 +105,7 @@ def phases(module: Module, units: Mapping[str, str], step: Iterable[Event]) -> d
 
 
 def collective_units(ledger: Ledger) -> dict[str, str]:
-    """Return for each collective that moves leaves the unit of most of its bytes."""
+    """Return the unit of most of the bytes of each collective that moves leaves."""
     sent: dict[str, Counter[str]] = {}
     for part in ledger.parts:
         if part.path:
@@ -114,10 +114,10 @@ def collective_units(ledger: Ledger) -> dict[str, str]:
 
 
 def plot_timeline(plan: Plan, path: str | Path) -> None:
-    """Draw the simulated schedule of a plan into a PNG or SVG.
+    """Draw the simulated schedule of a plan into a PNG or SVG file.
 
     Raises:
-      ValueError: for another ending than .png or .svg.
+      ValueError: if the file name does not end in .png or .svg.
     """
     if Path(path).suffix.lower() not in ENDINGS:
         raise ValueError(f"{path}: a plot is a {' or a '.join(ENDINGS)}; rename it")
@@ -143,9 +143,9 @@ def draw_timeline(
     """Return a figure with the step, and below it one run of its largest loops, with a lane for every stream in use.
 
     Args:
-      units: the units of collectives, which stand in the bars that have room.
-      own: by collective that the model's own shardings cost the axis, `tensor` or `pipe`, which has a lane next to the
-        other collectives, though the clock runs all on one stream.
+      units: the unit of each collective, shown in bars that are wide enough.
+      own: the axis (`tensor` or `pipe`) of each collective over model axes. Each axis has a separate lane, although the
+        simulation runs all collectives on one stream.
       names: of computations, for titles.
       title: text before the seconds of the step.
     """
@@ -156,7 +156,7 @@ def draw_timeline(
     step, *loops = find_panels(dataclasses.replace(timeline, events=tuple(moved)), names)
     heights = [len(step.lanes), *([max(len(panel.lanes) for panel in loops)] if loops else [])]
     figure = load("matplotlib.figure").Figure(figsize=(_WIDTH, 1.6 + 0.5 * sum(heights)), dpi=120, layout="constrained")
-    grid = figure.add_gridspec(len(heights), max(1, len(loops)), height_ratios=heights)  # needs no display
+    grid = figure.add_gridspec(len(heights), max(1, len(loops)), height_ratios=heights)
     top = figure.add_subplot(grid[0, :])
     _draw_panel(top, step, units, names, 1.0)
     top.set_title(f"{title}: {step.seconds * 1e3:,.1f} ms".removeprefix(": "), loc="left", fontsize=_FONT + 1)
@@ -183,7 +183,7 @@ def _point(figure: Any, top: Any, step: Panel, axes: Any, panel: Panel) -> None:
 
 
 def _draw_panel(axes: Any, panel: Panel, units: Mapping[str, str], names: Mapping[str, str], width: float) -> None:
-    """Draw the lanes of one computation; `width` is the part of the figure that it has."""
+    """Draw the lanes of one computation; `width` is the panel's share of the figure."""
     heights = {lane: len(panel.lanes) - place for place, lane in enumerate(panel.lanes)}
     bars: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for event in _joined(panel.events):
@@ -212,7 +212,7 @@ def _label(event: Event, units: Mapping[str, str], names: Mapping[str, str]) -> 
 
 
 def _joined(events: Iterable[Event]) -> list[Event]:
-    """Make one bar of those of one kind that compute one right after the other."""
+    """Merge adjacent compute events of the same kind into one."""
     found: list[Event] = []
     for event in sorted(events, key=lambda event: (event.lane, event.begin_s)):
         last = found[-1] if found else None

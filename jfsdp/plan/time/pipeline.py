@@ -1,10 +1,10 @@
-"""A pipeline on the clock: which part of a step its stages compute for nothing, and when each has which microbatch.
+"""Pipelines in simulated time: the idle share of a step, and the live microbatches of a stage.
 
 [Note: bubble]
-By the schedule a stage goes vM times through a part of its layers and vM+P-1 times in all, forward as backward; in the
-others it computes for nothing. By the clock the same share of the seconds that these passes take counts, waits in them
-included, over the whole step: less, as heads, losses and the update are never idle. FLOPs of the model, and so MFU,
-count what is useful; the clock's matrix products count all.
+In both directions, a stage runs vM+P-1 passes over a part of its layers, of which vM are useful and P-1 are idle work.
+`bubble` is the idle share of passes. `bubble_share` is the idle share of the step's seconds: the seconds of the passes,
+including waits, times their idle share, over the step. It is smaller, since heads, losses and the update are never
+idle. The model's FLOPs, and so MFU, count useful passes only. The simulated matmuls count all passes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SCOPE = re.compile(r"jfsdp\.tick\.(\w+)")
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """A step's pipeline.
+    """The pipeline of a step.
 
     Attributes:
       name: of the schedule.
       repeats: parts of a stage's layers.
-      seconds: of a step on the clock, in passes forward, in passes backward, and in what the stages share.
+      seconds: simulated seconds per step of forward passes, of backward passes, and of shared work.
       step_s: of the whole step.
     """
 
@@ -45,24 +45,24 @@ class Pipeline:
 
     @property
     def idle(self) -> dict[str, float]:
-        """Of the passes forward, and backward, the share that a stage computes for nothing."""
+        """The idle share of forward and of backward passes."""
         passes = self.schedule.passes(self.repeats, True)
         useful = self.repeats * self.microbatches
         return {FORWARD: 1 - useful / passes.forward, BACKWARD: 1 - useful / passes.backward}
 
     @property
     def bubble(self) -> float:
-        """The share of idle passes: (P-1)/(vM+P-1) for the schedules that have names."""
+        """The idle share of all passes: (P-1)/(vM+P-1) for the named schedules."""
         return sum(self.idle.values()) / 2
 
     @property
     def bubble_share(self) -> float:
-        """The share of the step's seconds that a stage computes for nothing; see [Note: bubble]."""
+        """The idle share of the step's seconds; see [Note: bubble]."""
         return sum(share * self.seconds[kind] for kind, share in self.idle.items()) / self.step_s
 
     @property
     def live(self) -> int:
-        """How many parts of microbatches wait on a stage for their backward, at most."""
+        """The largest number of parts of microbatches that a stage keeps for their backward."""
         ticks = lay_out(self.schedule, self.microbatches, self.repeats)
         return int(ticks.saved.write[ticks.forward != IDLE].max()) + 1
 
@@ -73,16 +73,16 @@ class Pipeline:
 
 
 def tick_seconds(module: Module, timeline: Timeline) -> dict[str, float]:
-    """Return the seconds per step of what stands in the scopes of a pipeline's ticks, waits included.
+    """Return the seconds per step in each scope of a pipeline's ticks, including waits.
 
-    What has no scope, as copies that XLA adds, has that of the loop around it.
+    Instructions without a scope, such as copies that XLA adds, count in the scope of their loop.
     """
     lines = [line for computation in module.computations.values() for line in computation.instructions]
     runners = {name: line.op_name for line in lines for name in line.called if line.opcode == "while"}
     seconds: dict[str, float] = dict.fromkeys((FORWARD, BACKWARD, SHARED), 0.0)
     for event in timeline.events:
         if event.lane == "compute" and event.kind != "loop":
-            own = module.computations[event.computation].by_name[event.name.partition("/")[0]].op_name
-            if scopes := _SCOPE.findall(own) or _SCOPE.findall(runners.get(event.computation, "")):
+            op_name = module.computations[event.computation].by_name[event.name.partition("/")[0]].op_name
+            if scopes := _SCOPE.findall(op_name) or _SCOPE.findall(runners.get(event.computation, "")):
                 seconds[scopes[-1]] += (event.end_s - event.begin_s) * event.times
     return seconds

@@ -1,11 +1,10 @@
-"""Run a schedule on a clock: what computes, what is on the wire meanwhile, what the GPU waits for.
+"""Simulate the schedule of a program: compute, overlapped communication, and waits.
 
-An estimate by arithmetic: nothing here runs on a device. The instructions of each computation are issued in the order
-of the schedule. Compute runs on one stream, all collectives on a second one after the other: the schedule may have
-several in flight (`engine/options.py` allows eight), and the links that they share carry one at a time. Copies to and
-from the host's memory run on a third. A loop's body is run
-once and multiplied by its trip count; of a conditional every branch counts. What runs between two iterations at once
-is lost at the seam: XLA waits for every collective within the body that starts it.
+Nothing runs on a device. The instructions of each computation are issued in schedule order on three streams: compute,
+collectives, and copies between device and host. Collectives run one after the other: several may be in flight
+(`engine/options.py` allows eight), but they share links. A loop's body is simulated once and multiplied by its trip
+count. All branches of a conditional count. Iterations do not overlap, since XLA waits for every collective within the
+body that starts it.
 """
 
 import collections
@@ -23,11 +22,11 @@ __all__ = ["Event", "Rates", "Timed", "Timeline", "overlapped_share", "simulate"
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """One collective on the clock; seconds of one execution.
+    """The simulated time of one execution of a collective.
 
     Attributes:
-      hidden_s: of its time on the wire, what passes while something computes for which nothing else is hidden.
-      exposed_s: the rest: the GPU waits.
+      hidden_s: the part of `wire_s` that overlaps with compute that hides no other collective.
+      exposed_s: the remainder, during which the GPU waits.
     """
 
     collective: Collective
@@ -39,11 +38,11 @@ class Timed:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """One bar of a chart, in seconds from the beginning of one run of its computation, which runs `times` per step.
+    """One bar of a chart, in seconds from the start of one run of its computation, which runs `times` per step.
 
-    `lane` is "compute", "wire" or "host"; `kind` a work's kind, a collective's kind, "loop" for a run of another
-    computation (all its rounds), or "wait" on the compute lane. `name` is that of the instruction, of the computation
-    that a loop runs, or of what is waited for.
+    `lane` is "compute", "wire" or "host". `kind` is a kind of work or collective, "loop" for all iterations of another
+    computation, or "wait" on the compute lane. `name` is the instruction, the loop's computation, or the instruction
+    that is waited for.
     """
 
     computation: str
@@ -61,10 +60,10 @@ class Timeline:
 
     Attributes:
       compute_s: at full speed; the sum of the next three.
-      wire_s: of all collectives, hidden or not.
-      overlapped_share: of the bytes that collectives in loops send, the part with at least one matmul between start and
-        done; None where there are none.
-      host_s: of copies to and from the host's memory.
+      wire_s: of all collectives, overlapped or not.
+      overlapped_share: the share of collective bytes in loops with a matmul between start and done; None if loops send
+        nothing.
+      host_s: of copies between device and host.
     """
 
     step_s: float
@@ -83,7 +82,7 @@ class Timeline:
 
     @property
     def critical(self) -> dict[str, float]:
-        """What the step's seconds consist of."""
+        """The parts of the step's seconds."""
         names = ("matmul_s", "attention_s", "memory_s", "slowdown_s", "exposed_s", "host_exposed_s")
         return {name: getattr(self, name) for name in names}
 
@@ -91,25 +90,25 @@ class Timeline:
 def simulate(
     module: Module, collectives: Iterable[Collective], rates: Rates, *, works: dict[str, Work] | None = None
 ) -> Timeline:
-    """Run the schedule of a module on a clock.
+    """Simulate the schedule of a module.
 
-    A collective's time on the wire is hidden where compute runs between its start and its done that hides no other
-    collective; the rest is exposed. A synchronous one is exposed entirely.
+    The time of a collective is hidden while compute runs between its start and its done, unless that compute hides
+    another collective. The rest is exposed. A synchronous collective is exposed entirely.
 
     Args:
-      works: what each instruction does, by its name, as far as it was found out; is filled, for other rates.
+      works: a cache of each instruction's work, by name, to simulate the same module with other rates.
 
     Raises:
-      ValueError: where a loop's length is not known, or a group has devices that the cluster lacks.
+      ValueError: for a loop of unknown length, and for a group with devices that the cluster does not have.
     """
     simulation = _Simulation(module, collectives, rates, {} if works is None else works)
     return simulation.timeline(simulation.run(module.entry.name))
 
 
 def overlapped_share(module: Module, collectives: Iterable[Collective]) -> float | None:
-    """Of the bytes that collectives in loops send, return the part with a matmul between start and done.
+    """Return the share of collective bytes in loops with a matmul between start and done.
 
-    None if no loop sends any; scalars do not count. See [Note: what is a matmul].
+    Scalars do not count. None if no loop sends anything. See [Note: what is a matmul].
     """
     inside = [one for one in collectives if one.in_loop and one.total_bytes > SCALARS_BYTES]
     total = sum(one.total_bytes for one in inside)
@@ -123,18 +122,18 @@ def _between(module: Module, collective: Collective) -> tuple[Instruction, ...]:
 
 @dataclasses.dataclass(eq=False)
 class _Pending:
-    """Something on a stream beside compute, and what is left of it."""
+    """A collective or a copy on its stream, with its remaining seconds."""
 
     name: str
     kind: str
-    left_s: float
+    remaining_s: float
     begin_s: float | None = None
     hidden_s: float = 0.0
     exposed_s: float = 0.0
 
 
 class _Clock:
-    """Three streams. Time passes by computing (`compute`), by waiting (`wait`), and by other runs (`loop`)."""
+    """Three streams. Time advances by compute (`compute`), waits (`wait`) and other computations (`loop`)."""
 
     def __init__(self, slowdown: float):
         self.now_s = 0.0
@@ -145,25 +144,25 @@ class _Clock:
         self.bars: list[tuple[str, str, str, float, float]] = []  # lane, kind, name, begin, end
 
     def compute(self, name: str, kind: Kind, seconds: float) -> None:
-        """Let something compute; matmuls and attention take longer for as long as the wire is busy."""
+        """Advance by a kernel; matmuls and attention are slower while a collective runs."""
         begin_s = self.now_s
         factor = self.slowdown if kind in (Kind.MATMUL, Kind.ATTENTION) else 1.0
-        beside_s = min(seconds, sum(pending.left_s for pending in self.streams["wire"]) / factor)
-        self._pass(beside_s * factor)
-        self._pass(seconds - beside_s)
-        self.slowdown_s += beside_s * (factor - 1)
+        overlapped_s = min(seconds, sum(pending.remaining_s for pending in self.streams["wire"]) / factor)
+        self._pass(overlapped_s * factor)
+        self._pass(seconds - overlapped_s)
+        self.slowdown_s += overlapped_s * (factor - 1)
         self.bars.append(("compute", kind.value, name, begin_s, self.now_s))
 
     def wait(self, lane: str, pending: _Pending) -> None:
-        """Let time pass until something on a stream, and all before it, is over."""
+        """Advance until an item on a stream, and all items before it, are done."""
         begin_s, queue = self.now_s, self.streams[lane]
         while pending in queue:
-            self._pass(queue[0].left_s, waiting=lane)
+            self._pass(queue[0].remaining_s, waiting=lane)
         if self.now_s > begin_s:
             self.bars.append(("compute", "wait", pending.name, begin_s, self.now_s))
 
     def loop(self, name: str, run: "_Run", times: int) -> None:
-        """Let runs of another computation pass; what is on the wire here gets the time that they leave it free."""
+        """Advance by the runs of another computation. Collectives in flight progress while it sends nothing."""
         begin_s = self.now_s
         self._pass(run.free_wire_s * times)
         self._pass((run.seconds - run.free_wire_s) * times, lanes=("host",))
@@ -178,18 +177,18 @@ class _Clock:
         self.now_s += seconds
 
     def _drain(self, lane: str, seconds: float, *, is_exposed: bool) -> float:
-        """Work off the head of a stream, and return for how long it had nothing to do."""
+        """Advance a stream, and return for how many of these seconds it is idle."""
         queue, now_s = self.streams[lane], self.now_s
-        while queue and (seconds > 0 or queue[0].left_s <= 0):
+        while queue and (seconds > 0 or queue[0].remaining_s <= 0):
             head = queue[0]
             head.begin_s = now_s if head.begin_s is None else head.begin_s
-            part_s = min(seconds, head.left_s)
-            head.left_s, seconds, now_s = head.left_s - part_s, seconds - part_s, now_s + part_s
+            part_s = min(seconds, head.remaining_s)
+            head.remaining_s, seconds, now_s = head.remaining_s - part_s, seconds - part_s, now_s + part_s
             if is_exposed:
                 head.exposed_s += part_s
             else:
                 head.hidden_s += part_s
-            if head.left_s <= 0:
+            if head.remaining_s <= 0:
                 queue.popleft()
                 self.bars.append((lane, head.kind, head.name, head.begin_s, now_s))
         return seconds
@@ -197,7 +196,7 @@ class _Clock:
 
 @dataclasses.dataclass
 class _Run:
-    """One run of a computation, everything that it calls included."""
+    """One run of a computation, including the computations that it calls."""
 
     seconds: float = 0.0
     free_wire_s: float = 0.0
@@ -211,7 +210,7 @@ class _Run:
         return sum(self.kind_s.values())
 
     def add(self, other: "_Run", times: int) -> None:
-        """Add what another run computes; its duration passes on the clock."""
+        """Add the compute of another run. The clock adds its duration."""
         self.host_s += other.host_s * times
         self.host_exposed_s += other.host_exposed_s * times
         for kind in other.kind_s:
@@ -219,7 +218,7 @@ class _Run:
 
 
 class _Simulation:
-    """The runs of all computations of a module, each simulated once."""
+    """Simulates each computation of a module once."""
 
     def __init__(self, module: Module, collectives: Iterable[Collective], rates: Rates, works: dict[str, Work]):
         self.module, self.rates, self.works = module, rates, works
@@ -298,7 +297,7 @@ class _Simulation:
         return run
 
     def _compute(self, instruction: Instruction, work: Work, run: _Run, clock: _Clock) -> None:
-        if instruction.opcode != "async-start":  # what that wraps is its own work
+        if instruction.opcode != "async-start":  # its body counts as this instruction's work
             for name, times in runs(instruction):
                 run.add(self.run(name), times)
                 clock.loop(name, self.run(name), times)

@@ -1,6 +1,6 @@
-"""What one scheduled instruction computes: matmuls with their sizes, attention, or bytes moved through memory.
+"""Work of a scheduled instruction: matmul sizes, attention FLOPs, and bytes read and written.
 
-Pure reading of shapes: nothing here moves data, and nothing knows how fast a GPU is.
+Depends on shapes only, not on the GPU.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from jfsdp.plan.hlo.trip_counts import runs
 class Kind(enum.Enum):
     MATMUL = "matmul"
     ATTENTION = "attention"
-    MEMORY = "memory"  # everything that is bound by the bytes it touches
-    HOST = "host"  # copies between the device and the host's memory
-    NONE = "none"  # takes no time of its own
+    MEMORY = "memory"  # bound by memory bandwidth
+    HOST = "host"  # copies between device and host memory
+    NONE = "none"  # takes no time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matmul:
-    """[batch m k] x [batch k n]; `dtype` as HLO names it, "tf32" for float32 at JAX's default precision."""
+    """[batch m k] x [batch k n]. `dtype` is HLO's name, or "tf32" for float32 at JAX's default precision."""
 
     batch: int
     m: int
@@ -41,12 +41,12 @@ class Matmul:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Work:
-    """What an instruction does, once.
+    """The work of one execution of an instruction.
 
-    `num_flops` counts what is computed: of causal attention one half. `attended_share` is that part of the scores where
-    the kernel is told of documents in a row, which is then counted as one document: `with_documents` says otherwise.
-    `num_bytes` is read plus written; what a fusion keeps to itself, and the rest of an array of which it takes or
-    replaces a slice, does not count.
+    `num_flops` counts computed FLOPs: half for causal attention. `attended_share` is that share of the scores if the
+    kernel handles several documents per row. `num_flops` then assumes one document per row, see `with_documents`.
+    `num_bytes` is read plus written. It excludes intermediate values of a fusion, and the rest of an array of which the
+    fusion reads or replaces a slice.
     """
 
     kind: Kind
@@ -58,7 +58,7 @@ class Work:
     attended_share: float | None = None
 
     def with_documents(self, num: int) -> Work:
-        """Return the work where every row holds so many documents of equal length."""
+        """Return the work if every row has `num` documents of equal length."""
         if self.attended_share is None:
             return self
         return dataclasses.replace(self, num_flops=self.num_flops * min(1.0, 0.5 / num / self.attended_share))
@@ -73,13 +73,14 @@ _FREE = re.compile(
 _VIEWS = ("bitcast", "reshape", "get-tuple-element", "convert", "copy")
 
 
-# [Note: what is a matmul] `is_matmul` says what keeps the cores busy: products, convolutions, attention. `work_of` also
-# needs their sizes: attention is a kind of its own there, with another rate, and convolutions, whose calls do not print
-# what is contracted, count as bytes only. Where a gradient begins, `classify.py` stops at other library calls too.
+# [Note: what is a matmul] `is_matmul` covers matrix products, convolutions and attention. `work_of` also needs their
+# sizes. There attention is a separate kind with another rate, and convolutions count as bytes only, since their calls
+# do not print the contracted dims. `classify.py` also stops at other library calls when it looks for the instruction
+# that makes a gradient.
 
 
 def is_matmul(module: Module, instruction: Instruction) -> bool:
-    """Tell whether an instruction multiplies matrices, or holds what does; see [Note: what is a matmul]."""
+    """Return whether an instruction is or contains a matmul; see [Note: what is a matmul]."""
     if instruction.opcode == "custom-call":
         return _LIBRARY.search(instruction.attributes) is not None
     if instruction.opcode in ("fusion", "fusion-start", "async-start"):
@@ -88,11 +89,11 @@ def is_matmul(module: Module, instruction: Instruction) -> bool:
 
 
 def num_matmuls(module: Module, instructions: Iterable[Instruction]) -> int:
-    """Count the matmuls that instructions run, those of loops and calls among them included."""
+    """Count the matmuls that instructions run, including loops and calls."""
     total = 0
     for instruction in instructions:
         total += is_matmul(module, instruction)
-        if instruction.opcode != "async-start":  # what that wraps counts as it
+        if instruction.opcode != "async-start":  # counted above: is_matmul looks into it
             total += sum(times * num_matmuls(module, _lines(module, name)) for name, times in runs(instruction))
     return total
 
@@ -102,10 +103,10 @@ def _lines(module: Module, name: str) -> tuple[Instruction, ...]:
 
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
-    """Say what one instruction of a computation does. Collectives, loops and calls are no work of their own.
+    """Return the work of an instruction. Collectives, loops and calls have none.
 
     Args:
-      computation: where the instruction stands; its operands are looked up there.
+      computation: contains the instruction and its operands.
     """
     opcode = instruction.opcode
     if _FREE.fullmatch(opcode) or _is_collective(module, instruction):
@@ -119,7 +120,7 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
         return _attention(module, computation, instruction)
     touched = _touched(module, computation, instruction)
     shapes = instruction.shapes + computation.operand_shapes(instruction)
-    if opcode == "copy-start":  # its type: the target, the source, and a context
+    if opcode == "copy-start":  # its type is a tuple of target, source and context
         shapes, touched = instruction.shapes[:2], 2 * instruction.shapes[0].num_bytes
     if "host" in (shape.memory for shape in shapes):
         return Work(Kind.HOST, num_bytes=touched / 2)
@@ -127,14 +128,14 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def _is_collective(module: Module, instruction: Instruction) -> bool:
-    """Whether it is a collective, or a fusion that XLA has made of one."""
+    """Return whether an instruction is a collective or a fusion with one."""
     fused = instruction.called if instruction.opcode in ("fusion", "fusion-start") else ()
     lines = [line for name in fused for line in _lines(module, name)]
     return any(collective_kind(line) for line in (instruction, *lines))
 
 
 def _of_async(module: Module, instruction: Instruction) -> Work:
-    """The work of an async wrapper, unless what it wraps are collectives: the sum, of the kind of the largest."""
+    """Return the summed work of an async wrapper, of the kind of its largest instruction."""
     bodies = [module.computations[name] for name in instruction.called]
     works = [work_of(module, body, wrapped) for body in bodies for wrapped in body.instructions] or [NOTHING]
     main = max(works, key=lambda work: (work.num_flops, work.num_bytes))
@@ -150,7 +151,7 @@ def _of_async(module: Module, instruction: Instruction) -> Work:
 
 
 def _matmuls(module: Module, computation: Computation, instruction: Instruction) -> Iterator[Matmul]:
-    """Yield the matmuls that an instruction is, or holds: dots, cuBLAS calls, and fusions around dots."""
+    """Yield the matmuls of an instruction: a dot, a cuBLAS call, or the dots in a fusion."""
     is_dot = instruction.opcode == "dot"
     if is_dot or (instruction.opcode == "custom-call" and "__cublas$" in instruction.attributes):
         word = "dims" if is_dot else "dimensions"
@@ -168,7 +169,7 @@ _SIDES = (("contracting", "lhs"), ("batch", "lhs"), ("contracting", "rhs"), ("ba
 
 
 def _dims(attributes: str, name: str) -> tuple[int, ...]:
-    """Read `name={0,1}` or, in a backend_config, `"name":["0","1"]`; nothing there means no dims."""
+    """Read `name={0,1}` or, in a backend_config, `"name":["0","1"]`; empty if missing."""
     found = re.search(rf'{name}(?:=\{{([\d,]*)\}}|":\s*\[([^\]]*)\])', attributes)
     return tuple(int(dim) for dim in re.findall(r"\d+", found[1] or found[2] or "")) if found else ()
 
@@ -186,9 +187,10 @@ def _matmul(shapes: tuple[Shape, ...], dims: list[tuple[int, ...]], is_precise: 
 
 
 def _attention(module: Module, computation: Computation, instruction: Instruction) -> Work:
-    """Count the matmuls of cuDNN's fused attention: two forward, five backward (the scores are computed again).
+    """Return the work of cuDNN's fused attention: two matmuls forward, five backward (which recomputes the scores).
 
-    Each is 2 * (batch heads queries keys) * head_dim; the first four from the call's `intermediate_tensor_shape`.
+    Each has 2 * (batch heads queries keys) * head_dim FLOPs. The first four sizes are the call's
+    `intermediate_tensor_shape`.
     """
     scores = _dims(instruction.attributes, "dimensions")
     query = computation.operand_shapes(instruction)[0]
@@ -207,7 +209,7 @@ def _attention(module: Module, computation: Computation, instruction: Instructio
 
 
 def _unmasked(attributes: str, scores: tuple[int, ...]) -> float:
-    """The part of the scores that the mask leaves: half if causal, less with a sliding window."""
+    """Return the unmasked share of the scores: half if causal, less with a sliding window."""
     window = re.search(r'"sliding_window_length":\s*"?(\d+)', attributes)
     share = 0.5 if re.search(r'"mask_type":\s*"\w*CAUSAL', attributes) else 1.0
     if window and int(window[1]) and scores:
@@ -219,7 +221,7 @@ def _unmasked(attributes: str, scores: tuple[int, ...]) -> float:
 
 
 def _touched(module: Module, computation: Computation, instruction: Instruction) -> float:
-    """Bytes read and written."""
+    """Return the bytes read and written."""
     if instruction.opcode in ("fusion", "fusion-start"):
         inner = module.computations[instruction.called[0]]
         read = sum(_read(inner, each) for each in inner.instructions if each.opcode == "parameter")
@@ -236,7 +238,7 @@ def _touched(module: Module, computation: Computation, instruction: Instruction)
 
 
 def _read(inner: Computation, value: Instruction) -> float:
-    """Bytes that a fusion reads of one of its parameters: only the slices, if that is all that is taken of it."""
+    """Return the bytes that a fusion reads of a parameter: only the slices, if it uses nothing else."""
     sizes = []
     for user in inner.users.get(value.name, ()):
         if user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == value.name:
@@ -253,7 +255,7 @@ def _read(inner: Computation, value: Instruction) -> float:
 
 
 def _written(inner: Computation, value: Instruction) -> float:
-    """Bytes that a fusion writes: only the slices that it replaces, where it replaces any."""
+    """Return the bytes that a fusion writes: only the slices, if it updates slices."""
     match value.opcode:
         case "tuple":
             return sum(_written(inner, inner.by_name[name]) for name in value.operands)
