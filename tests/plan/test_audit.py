@@ -196,7 +196,7 @@ def repeat_gathers(text, suffix):
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize(("suffix", "cause"), [(".remat", "XLA's own rematerialization"), (".again", "calls=")])
+@pytest.mark.parametrize(("suffix", "cause"), [(".remat", "XLA's rematerialization"), (".again", "calls=")])
 def test_gathers_that_run_again_are_named(suffix, cause):
     text, layout = clean()
     report = audit(repeat_gathers(text, suffix), layout)
