@@ -245,7 +245,7 @@ EXCESS = {
     "hybrid": (Net, GROUPS, {}, AGAIN, "it sums over replica in every microbatch"),
     "hybrid, one microbatch": (Net, GROUPS, {}, {}, "it sums whole gradients over replica"),
     "padded": (padded, EIGHT, {"shard_dim": lambda path, shape: len(shape) - 1}, {}, "up.kernel is padded"),
-    "hfsdp": (Net, GROUPS, {"opt_over": ("replica", "fsdp")}, {}, "split further than the parameter"),
+    "hfsdp": (Net, GROUPS, {"opt_over": ("replica", "fsdp")}, {}, "split finer than the parameter"),
     "tied": (Tied, EIGHT, {"units": ["up"]}, {}, "embed.embedding has several uses"),
     "chunked": (lambda rngs: Rooted(rngs, False), EIGHT, {"units": ["up"]}, {}, "forms the gradient of root itself"),
 }

@@ -150,9 +150,7 @@ def test_a_loss_is_that_of_one_device_or_is_refused(way, loss, is_scalar):
     step, state = step_for(way, scalar(loss) if is_scalar else loss)
     if is_coupled and (WAYS[way][3] or not is_scalar):
         facts = (
-            ("the loss is a scalar", "jfsdp.Loss(total, weight)")
-            if is_scalar
-            else ("another value", "return mean, aux")
+            ("the loss is a scalar", "jfsdp.Loss(total, weight)") if is_scalar else ("for all rows", "return mean, aux")
         )
         refuses(lambda: step(state, BATCH), *facts)
         return
@@ -165,7 +163,7 @@ def test_a_loss_is_that_of_one_device_or_is_refused(way, loss, is_scalar):
 def test_a_coupled_loss_is_refused_whose_value_agrees_at_the_first_weights(way):
     batch = BATCH | {"old": np.asarray(Net(nnx.Rngs(jax.random.key(0)))(BATCH["x"])[:, 0])}
     step, state = step_for(way, advantages)
-    refused(step, state, "moved a little", batch=batch)
+    refused(step, state, "changed a little", batch=batch)
 
 
 @pytest.mark.filterwarnings("ignore:the loss is a scalar")
@@ -331,7 +329,7 @@ def test_dropout_neither_hides_a_coupled_loss_nor_looks_like_one(api, dtype, los
     if loss is masked:
         step(model.init(TX), BATCH)
     else:
-        refused(step, model.init(TX), "another value over 4")
+        refused(step, model.init(TX), "over 4 devices")
 
 
 def test_draws_from_a_key_of_the_models_own_are_told_and_not_refused():
@@ -365,7 +363,7 @@ def test_an_offloaded_float16_step_in_microbatches_is_compared_unscaled():
     model = fully_shard(Lookup, mesh=FOUR, min_size=1, mp_policy=policy, offload_policy=offloaded)
     coupled = lambda model, batch: contrastive(lambda x: model(x).mean(1), {"x": batch["tokens"]})  # noqa: E731
     batch = make_batches(1)[0]
-    refused(model.train_step(coupled, TX, accumulate=2), model.init(TX), "another value", batch=batch)
+    refused(model.train_step(coupled, TX, accumulate=2), model.init(TX), "for all rows", batch=batch)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         model.train_step(token_loss, TX, accumulate=2)(model.init(TX), batch)

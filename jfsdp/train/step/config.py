@@ -1,4 +1,4 @@
-"""How a step is taken, as the user says it."""
+"""Configuration of a step: the options of `train_step` and `grads`."""
 
 from __future__ import annotations
 
@@ -17,35 +17,33 @@ from jfsdp.layout.units import matches_glob
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """How a step is taken.
+    """Configuration of a step.
 
     Attributes:
-      accumulate: into how many microbatches the batch is cut; they run one after the other.
-      program: "xla": XLA inserts the collectives and orders them. "manual": jfsdp writes them out, inside a
-        `shard_map`, where each device sees its own rows. None: "manual" for a loss that returns a `jfsdp.Loss` and for
-        a pipeline, "xla" for a loss that returns a scalar, and wherever one data shard has all rows.
-      prefetch: for program "manual", how far gathers run ahead of the compute: a number of units, or a `Prefetch`;
-        None is 1.
-      sync: "every" reduces the gradient of every microbatch into its accumulator (memory of a shard, `accumulate`
-        times the traffic; between replicas only once, in program "manual"). "last", for program
-        "manual", accumulates a whole gradient on every device and reduces it after the last microbatch (`no_sync`).
-        None: as the strategy's table says, which is "last" for zero1, and "every" for the others; in program "xla" it
-        is "every" for all.
-      reshard_after_backward: False gathers all parameters once, before the first microbatch, and keeps them to the
-        last: one gather per step for the memory of all parameters in use. A dict from globs over unit names ("" is the
-        root) to False says so of some units; globs that match one unit must not contradict each other.
+      accumulate: number of microbatches that the batch is split into; they run one after the other.
+      program: "xla": XLA inserts and orders the collectives. "manual": jfsdp writes them inside a `shard_map`, where
+        each device sees its own rows. None: "manual" for a loss that returns a `jfsdp.Loss` and for a pipeline, "xla"
+        for a loss that returns a scalar and with one data shard.
+      prefetch: for program "manual", how far gathers run ahead of compute: a number of units, or a `Prefetch`; None
+        is 1.
+      sync: "every" reduces the gradient of every microbatch into a sharded accumulator (`accumulate` times the
+        traffic, but only once between replicas in program "manual"). "last", for program "manual", accumulates a whole
+        gradient on every device and reduces it after the last microbatch (`no_sync`). None: "last" for zero1 in program
+        "manual", otherwise "every".
+      reshard_after_backward: False gathers all parameters once, before the first microbatch, and keeps them until the
+        last: one gather per step, but memory for all gathered parameters. A dict from globs over unit names ("" is the
+        root) to False selects units; globs that match one unit must not contradict each other.
       max_grad_norm: clip the gradient to this global norm; None does not clip.
-      skip_nonfinite: leave the state as it was (but for `step` and `num_skipped`) when the loss or a gradient is not
+      skip_nonfinite: keep the state unchanged (except `step` and `num_skipped`) if the loss or a gradient is not
         finite.
-      check_loss: before the first step, compare the loss of some rows with the sum of its parts, where the step adds up
-        such parts: those of each device, or of each microbatch; see [Note: what a loss must be] in loss_check.py.
-      compiler_options: options of XLA by name, over those that jfsdp computes from the layout; None as a value takes
-        one away. The step's attribute of this name shows what it is compiled with.
-      pipe_schedule: of a pipeline (mesh axis `pipe`): "1f1b", "gpipe", or a `Schedule` of your own. The number of its
-        microbatches is `accumulate`; what is not in the stages is gathered once per step.
-      pipe_repeats: into how many parts the layers of a stage fall, every P-th part of the model: the bubble is that
-        many times smaller. Weights of the layers are sent to the stages that compute them once per step, and gradients
-        back.
+      check_loss: before the first step, compare the loss of some rows with the sum over devices or microbatches that
+        the step would compute; see [Note: what a loss must be] in loss_check.py.
+      compiler_options: options of XLA by name, which override the options that jfsdp computes from the layout; None as
+        a value removes one. `step.compiler_options` has the result.
+      pipe_schedule: schedule of a pipeline (mesh axis `pipe`): "1f1b", "gpipe", or a custom `Schedule`. It has
+        `accumulate` microbatches. Parameters outside the stages are gathered once per step.
+      pipe_repeats: number of parts of the model per stage, every P-th part each, which makes the bubble that many times
+        smaller. Weights of layers are sent to the stages that compute them once per step, and their gradients back.
     """
 
     accumulate: int = 1
@@ -63,17 +61,17 @@ class StepConfig:
     def __post_init__(self) -> None:
         if self.program not in (None, XLA, MANUAL):
             raise ValueError(
-                f"program={self.program!r} is unknown; use {XLA!r}, {MANUAL!r}, or None for the loss to say"
+                f"program={self.program!r} is unknown; use {XLA!r}, {MANUAL!r}, or None to let the loss decide"
             )
         if self.sync not in (None, "every", "last"):
-            raise ValueError(f'sync={self.sync!r} is unknown; use "every", "last", or None for the strategy\'s own')
+            raise ValueError(f'sync={self.sync!r} is unknown; use "every", "last", or None for the strategy\'s default')
         norm = self.max_grad_norm
         if norm is not None and not (hasattr(norm, "__float__") and 0 < norm < math.inf):
-            raise ValueError(f"max_grad_norm={norm!r} must be a positive number, or None to clip nothing")
+            raise ValueError(f"max_grad_norm={norm!r} must be a positive number, or None for no clipping")
 
     @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> StepConfig:
-        """Make one of a function's arguments by name: of those that are its attributes."""
+        """Make a config from a function's arguments by name; ignores names that are not attributes."""
         names = [field.name for field in dataclasses.fields(cls) if field.name in arguments]
         return cls(**{name: arguments[name] for name in names})
 
@@ -90,16 +88,16 @@ class StepConfig:
             matched = [name for name in names if matches_glob(pattern, name)]
             if not matched:
                 known = ", ".join(map(repr, names))
-                raise ValueError(f"reshard_after_backward[{pattern!r}] matches no unit; these are {known}")
+                raise ValueError(f"reshard_after_backward[{pattern!r}] matches no unit; the units are {known}")
             for name in matched:
                 if reshards.setdefault(name, choice) != choice:
                     raise ValueError(
-                        f"unit {name!r}: reshard_after_backward is {not choice}, and by {pattern!r} {choice}; make one "
-                        "of the globs narrower"
+                        f"unit {name!r}: reshard_after_backward is {not choice} by one glob and {choice} by "
+                        f"{pattern!r}; make one of the globs narrower"
                     )
-        held = layout.gathered_in_pipeline
-        return tuple(name for name, reshard in reshards.items() if not reshard or name in held)
+        in_pipeline = layout.gathered_in_pipeline
+        return tuple(name for name, reshard in reshards.items() if not reshard or name in in_pipeline)
 
     def syncs_last(self, layout: Layout) -> bool:
-        """Tell whether the microbatches of a step share one reduction, where the program can; see `sync`."""
+        """Return whether the microbatches of a step share one reduction, if the program supports it; see `sync`."""
         return self.sync == "last" or (self.sync is None and layout.strategy.grad is Split.PARTIAL)

@@ -1,4 +1,4 @@
-"""For training loops of one's own: gradients of a loss, and an update from gradients, each compiled by itself."""
+"""Gradients and updates as separately compiled functions, for custom training loops."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class GradStep(BatchStep):
     """Compiled gradients of a loss: `state, grads, metrics = step(state, batch)`. Nothing is donated.
 
     `grads` is the tree that an optimizer sees (Linen's nested params, or the state of `nnx.Param`; `optax.MaskedNode()`
-    where nothing is trained) with the gradients of the mean loss, in float32 or the master's wider dtype, each sharded
-    as stage `opt` and in its stored shape: padding at the end of the split dim is zero. `state` is the one given with
-    the model's other state (batch statistics, rng counts) as the loss left it; where something is not finite, under a
-    loss scale or `skip_nonfinite`, as it was. Metrics are those of a training step, without `num_skipped`.
+    for frozen leaves) with the gradients of the mean loss, in float32 or the master's wider dtype. Each is sharded as
+    stage `opt` and in its stored shape: padding at the end of the split dim is zero. `state` is the input with the
+    model's other state (batch statistics, rng counts) after the loss. With a loss scale or `skip_nonfinite` it is
+    unchanged if the loss or a gradient is not finite. Metrics are those of a training step, without `num_skipped`.
     """
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Any, Metrics]:
@@ -62,19 +62,20 @@ class GradStep(BatchStep):
 
 
 def named_gradients(layout: Layout, mesh: Any, tree: ParamTree, grads: Any) -> Arrays:
-    """Return gradients given as the user's tree by name, on the mesh, in stored shape, sharded as stage `opt`.
+    """Return the gradients of trained leaves by name, on the mesh, in stored shape, sharded as stage `opt`.
 
-    Those of leaves that are not trained are left out.
+    Args:
+      grads: gradients as the user's tree.
 
     Raises:
-      ValueError: for another tree, a gradient that is missing, of another shape, or with several processes one that is
-        not spread over them; names the parameter.
+      ValueError: for another tree; naming the parameter whose gradient is missing, has another shape, or is not a
+        global array in a run of several processes.
     """
     try:
         named = tree.by_name(grads)
     except ValueError as error:
         raise ValueError(
-            "apply_gradients takes (state, grads, tx), with the tree of gradients that model.grads returns "
+            f"apply_gradients takes (state, grads, tx); pass the tree of gradients that model.grads returns "
             f"({str(error).partition(', value: ')[0]})"
         ) from None
     for leaf in layout.leaves:
@@ -82,8 +83,8 @@ def named_gradients(layout: Layout, mesh: Any, tree: ParamTree, grads: Any) -> A
         if leaf.trainable and shape not in (leaf.shape, leaf.stored_shape):
             given = "no gradient" if shape is None else f"a gradient of shape {shape}"
             raise ValueError(
-                f"{leaf.path}: is trained, has shape {leaf.shape}, and {given} was given; give zeros where there is "
-                "none, or freeze it (frozen=)"
+                f"{leaf.path}: is trained and has shape {leaf.shape}, but {given} was given; pass zeros, or freeze the "
+                "leaf (frozen=)"
             )
     trained = {path: layout.by_path[path] for path in named if layout.by_path[path].trainable}
     return {path: _placed(named[path], leaf, layout.on_device(mesh, leaf, "opt")) for path, leaf in trained.items()}
@@ -92,18 +93,18 @@ def named_gradients(layout: Layout, mesh: Any, tree: ParamTree, grads: Any) -> A
 def _placed(grad: Any, leaf: Leaf, sharding: Any) -> jax.Array:
     if not sharding.is_fully_addressable and not is_global(grad):
         raise ValueError(
-            f"{leaf.path}: this gradient is an array of one process, and in a run of several none knows what others "
-            "have; take gradients of model.grads, and change them by functions of JAX"
+            f"{leaf.path}: this gradient is an array of one process, in a run of several; pass global arrays: take the "
+            "gradients of model.grads, and change them with JAX functions"
         )
     stored = grad if jnp.shape(grad) == leaf.stored_shape else pad_leaf(jnp.asarray(grad), leaf)
     return jax.device_put(stored, sharding)
 
 
 class ApplyStep:
-    """The compiled update of a state from gradients by name. The state given is donated.
+    """The compiled update of a state from gradients by name. The state is donated.
 
     Args:
-      static: what the optimizer's update is given besides and is no array.
+      static: extra arguments of the optimizer's update that are not arrays.
     """
 
     def __init__(self, update: Update, static: Mapping[str, Any]):

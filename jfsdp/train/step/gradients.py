@@ -1,15 +1,15 @@
-"""Gradients of a step: of its microbatches, summed and reduced.
+"""Gradients of a step, summed over microbatches and reduced over devices.
 
 [Note: when gradients are reduced]
-*Every microbatch*: the derivative of each unit reduces into the accumulator's layout. *Once*, which program `manual`
-can: a gradient is this device's own, accumulated whole, and reduced by one collective per leaf at the end. With
-replicas every microbatch is gathered and reduced over the group's axis, and the accumulators are
-summed over the groups once. See [Note: two programs] in resolve.py.
+*Every microbatch*: the derivative of each unit reduces into the layout of the accumulator. *Once* (program `manual`
+only): each device accumulates whole gradients of its own rows, and one collective per leaf reduces them at the end.
+With replicas, every microbatch is gathered and reduced over the group's axis, and the accumulators are summed over the
+replicas once. See [Note: two programs] in resolve.py.
 
 [Note: sums in float16]
-A loss is a sum, and its gradient over many rows may be beyond float16. So where the loss is scaled, what is
-differentiated and what is on the wire is the mean: divided by the weight of the rows before, multiplied by it in
-float32 after.
+A loss is a sum, and its gradient over many rows may exceed the range of float16. So with a loss scale, the mean is
+differentiated and reduced: the loss is divided by the weight of the rows before, and gradients are multiplied by it in
+float32 afterwards.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from jfsdp.train.step.loss import Loss, as_loss, merge
 
 
 class Summed(NamedTuple):
-    """Sums over all rows of a step: gradients by name, loss; and the model's other state after the last microbatch."""
+    """Sums over all rows of a step (gradients by name, loss), and the model's other state after the last microbatch."""
 
     grads: Arrays
     loss: Loss
@@ -56,10 +56,10 @@ class Gradients:
     Attributes:
       apply: the sharded model.
       loss_fn: `f(model, microbatch)`.
-      config: how the step is taken.
+      config: the options of the step.
       is_scaled: whether the loss is scaled; see [Note: sums in float16].
-      spec: what is decided of it.
-      on_calls: is told the calls of a pipeline's stages when it is traced.
+      spec: all decisions about the step.
+      on_calls: called with the calls of a pipeline's stages when it is traced.
     """
 
     apply: ShardedApply
@@ -70,10 +70,11 @@ class Gradients:
     on_calls: Callable[[StageCalls | None], None] = lambda calls: None
 
     def __call__(self, source: Arrays, model_state: Arrays, batch: Any, scale: jax.Array | float) -> Summed:
-        """Return the sums; gradients at least in float32, times `scale`, in the layout of the accumulator or of `opt`.
+        """Return the sums, with gradients times `scale`, at least in float32, in the layout of stage `grad` or `opt`.
 
-        Cost:    reduce every: as many reductions as microbatches. Once: one reduction per leaf.
-        Memory:  reduce every: an accumulator in the layout of stage `grad`. Once: a whole gradient per device.
+        Cost:    reduced every microbatch: one reduction per leaf and microbatch. Once: one reduction per leaf.
+        Memory:  reduced every microbatch: an accumulator in the layout of stage `grad`. Once: a whole gradient per
+                 device.
         """
         apply, source = self.program_on(source)
         engine = apply.engine
@@ -88,35 +89,35 @@ class Gradients:
         specs = Summed(grad_specs, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
         with naming_axes(engine.mesh):
             sums = engine.on_rows(on_rows, (source, model_state, batch, jnp.asarray(scale, jnp.float32)), specs)
-        # A dim that is cut and split has come out as two; see [Note: cuts in a shard_map] in engine/manual.py.
+        # A dim that is cut and split is returned as two dims; see [Note: cuts in a shard_map] in engine/manual.py.
         stored = {path: x.reshape(engine.layout.by_path[path].stored_shape) for path, x in sums.grads.items()}
         return sums._replace(grads=stored)
 
     def program_on(self, source: Arrays, program: str | None = None) -> tuple[ShardedApply, Arrays]:
-        """Return the model on the engine of a program, by default the one that was chosen, and its weights.
+        """Return the model on the engine of a program (default: the step's), and its weights.
 
-        Gathers the units that are kept over all microbatches.
+        Gathers the units that stay gathered over all microbatches.
         """
         layout, engine, spec = self.apply.layout, self.apply.engine, self.spec
-        held = {path: x for path, x in source.items() if layout.by_path[path].unit in spec.gathered}
-        if held:
-            source, layout = source | engine.gather_all(held), layout.gathered(spec.gathered)
+        shards = {path: x for path, x in source.items() if layout.by_path[path].unit in spec.gathered}
+        if shards:
+            source, layout = source | engine.gather_all(shards), layout.gathered(spec.gathered)
         kept = {path: x for path, x in source.items() if layout.by_path[path].unit in layout.kept_in_pipeline}
         if kept:
             source, layout = source | engine.keep_all(kept), layout.gathered(layout.kept_in_pipeline, "kept")
         if (program or spec.program) == XLA:
             made: Engine = XlaEngine(layout, engine.mesh)
         else:
-            is_asked = self.config.program == MANUAL or self.config.prefetch is not None
+            is_requested = self.config.program == MANUAL or self.config.prefetch is not None
             prefetch = spec.prefetch or Prefetch()
-            made = ManualEngine(layout, engine.mesh, spec.deferred, spec.auto_axes, prefetch, is_asked)
+            made = ManualEngine(layout, engine.mesh, spec.deferred, spec.auto_axes, prefetch, is_requested)
         return ShardedApply(self.apply.model, made, functools.partial(check_weight, layout)), source
 
     def _sum_shapes(self, apply: ShardedApply, source: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
         return {path: apply.engine.sum_shape(path) for path in trainable(apply.layout, source)}
 
     def _sum(self, apply: ShardedApply, source: Arrays, model_state: Arrays, batch: Any, scale: Any) -> Summed:
-        """Sum over the microbatches of the rows at hand, as the program reduces each."""
+        """Sum over the microbatches of the local rows, reducing each as the program does."""
         engine = apply.engine
 
         def loss_fn(model: Any, rows: Any) -> tuple[jax.Array, Loss]:
@@ -127,7 +128,7 @@ class Gradients:
             loss, after, pull = apply.vjp(loss_fn, source, state, rows)
             if not self.is_scaled:
                 return Summed(engine.put(pull(jnp.asarray(scale, loss.total.dtype), sums), "grad"), loss, after)
-            # Every device must divide by the same number: what is reduced could not be multiplied back otherwise.
+            # Every device must divide by the same number, or reduced gradients could not be multiplied back.
             weight = _as_divisor(engine.sum_rows(loss.weight))
             grads = {path: x * weight for path, x in pull(jnp.asarray(scale / weight, loss.total.dtype), None).items()}
             grads = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
@@ -156,7 +157,7 @@ class Gradients:
     def _sum_stages(
         self, apply: ShardedApply, loss_fn: Any, source: Arrays, model_state: Arrays, batch: Any, scale: Any
     ) -> Summed:
-        """Sum over the microbatches of the rows at hand in a pipeline."""
+        """Sum over the microbatches of the local rows in a pipeline."""
         assert self.spec.schedule is not None
         engine = apply.engine
         zeros = {path: jnp.zeros(shape.shape, shape.dtype) for path, shape in self._sum_shapes(apply, source).items()}
@@ -181,7 +182,7 @@ class Gradients:
 
 @contextlib.contextmanager
 def naming_axes(mesh: Any) -> Iterator[None]:
-    """Say of a loss with a collective of its own what to return instead."""
+    """Explain the error of a loss that calls a collective over an axis of the mesh."""
     try:
         yield
     except NameError as error:
@@ -189,21 +190,21 @@ def naming_axes(mesh: Any) -> Iterator[None]:
         if unbound is None or unbound[1] not in mesh.axis_names:
             raise
         raise ValueError(
-            f"the loss or the model names mesh axis {unbound[1]!r} in a collective of its own; under jfsdp a loss sees "
-            "its rows only, and returns sums over them: a jfsdp.Loss, which is summed over devices"
+            f"the loss or the model calls a collective over mesh axis {unbound[1]!r}, which is not available there; "
+            "return a jfsdp.Loss with sums over the rows that the loss receives: jfsdp sums it over devices"
         ) from error
 
 
 def _nothing(shapes: Loss) -> Loss:
-    """Return what sums and maxima of losses begin with."""
+    """Return the initial values of sums and maxima of losses."""
     return merge(lambda x: jnp.zeros(x.shape, x.dtype), lambda x: jnp.full(x.shape, -jnp.inf, x.dtype), shapes)
 
 
 def _as_divisor(weight: jax.Array) -> jax.Array:
-    """Return what gradients are divided by and multiplied by again, without widening them."""
+    """Return the number that gradients are divided by and later multiplied by, in a dtype that does not widen them."""
     return nonzero(weight).astype(jnp.float32)
 
 
 def nonzero(weight: jax.Array) -> jax.Array:
-    """Return a weight to divide by: 1 where nothing was counted."""
+    """Return a weight to divide by: 1 if it is 0."""
     return jnp.where(weight == 0, 1.0, weight)

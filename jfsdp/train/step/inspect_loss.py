@@ -1,4 +1,4 @@
-"""What a loss and its model do, read from one trace: what decides whether they may run on a device's own rows."""
+"""Facts about a loss and its model from one trace, which decide whether they can run on the local rows of a device."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from jfsdp.layout.units import ROOT
 from jfsdp.train.step.loss import Loss, as_loss
 
 LossFn = Callable[[Any, Any], Any]
-_WEIGHT = 2  # its place in the trace of a step's loss: the scalar, then total and weight
+_WEIGHT = 2  # its index in the outputs of a step's loss: the scalar, total, weight
 
 
 @dataclasses.dataclass(frozen=True)
 class Survey:
-    """What a trace shows.
+    """Facts about a loss and its model.
 
     Attributes:
-      is_sum: whether the loss is a sum with its weight by its type, and not a scalar.
-      no_sum: why the loss cannot be added over devices; None if it can.
+      is_sum: whether the loss is a sum with its weight, not a scalar.
+      no_sum: why the loss cannot be summed over devices; None if it can.
       has_statistics: whether the model's state depends on the rows.
-      draws: whether it depends on the rng keys of the model's state.
-      draws_alike: whether it draws from keys that are neither these nor of rows, and the same on every device.
-      problem: why the model cannot run on a device's own rows; None if it can.
-      num_sums: of trained weights of the root unit that several operations read, how many do; 1 for those whose
-        gradient a derivative of the model's own (`jax.custom_vjp`) forms.
-      model_axes: the mesh axes over which the model states shardings of its own, of those that are the model's.
-      repeats: whether a trainable unit is called several times in a microbatch, and so sums its gradient as often.
-      gathers_rows: whether it states that a value which depends on the rows is whole on all devices in its first dim.
+      draws: whether the loss depends on the rng keys in the model's state.
+      draws_alike: whether the loss draws from keys that are neither in the state nor in rows: equal on every device.
+      problem: why the model cannot run on the local rows of a device; None if it can.
+      num_sums: for trained weights of the root unit with several uses, the number of uses; 1 for weights whose gradient
+        the model forms itself (`jax.custom_vjp`).
+      model_axes: the mesh axes of the model over which the model states shardings.
+      repeats: whether a trainable unit is called several times per microbatch, and so sums its gradient as often.
+      gathers_rows: whether the model states that dim 0 of a value that depends on the rows is not split.
     """
 
     is_sum: bool
@@ -54,34 +54,37 @@ class Survey:
 
 
 def survey(
-    apply: ShardedApply, loss_fn: LossFn, source: Arrays, model_state: Arrays, rows: Any, held: Collection[str]
+    apply: ShardedApply, loss_fn: LossFn, source: Arrays, model_state: Arrays, rows: Any, gathered: Collection[str]
 ) -> Survey:
-    """Read what a loss does on the rows of a microbatch; `held` units are whole.
+    """Trace a loss on the rows of a microbatch, and return facts about it.
 
-    Cost: one trace of the loss; two where its weight depends on no row.
+    Cost: one trace of the loss; two if its weight depends on no row.
+
+    Args:
+      gathered: names of the units that stay gathered.
 
     Raises:
-      ValueError: for a weight that is the same number for fewer rows.
+      ValueError: for a weight that does not change with the number of rows.
     """
     layout = apply.layout
     trace = _Trace(apply, loss_fn, source, model_state, rows)
     jaxpr, states = trace.jaxpr, sorted(model_state)
     keys = {name for name, value in model_state.items() if is_key(value)}
-    whole: list[Any] = []
-    by_rows = dataflow.depends_on(jaxpr, trace.is_row, whole.append)
-    keyed: list[Any] = []
-    by_keys = dataflow.depends_on(jaxpr, [name in keys for name in trace.states], keyed.append)
-    own_draws = {id(eqn) for eqn in (*keyed, *whole) if dataflow.draws(eqn)}  # rows may be keys, or make them
+    of_rows: list[Any] = []
+    by_rows = dataflow.depends_on(jaxpr, trace.is_row, of_rows.append)
+    of_keys: list[Any] = []
+    by_keys = dataflow.depends_on(jaxpr, [name in keys for name in trace.states], of_keys.append)
+    known_draws = {id(eqn) for eqn in (*of_keys, *of_rows) if dataflow.draws(eqn)}  # keys may also come from rows
     stated = dataflow.stated_axes(jaxpr, but=f"{SCOPE}.")
     after = slice(len(by_rows) - len(states), None)
     num_shards = layout.num_shards(layout.data_axes)
-    apart = [mark and num_shards > 1 for mark in by_rows[after]]  # one data shard has all rows
+    is_local = [mark and num_shards > 1 for mark in by_rows[after]]  # one data shard has all rows
     problem = (
         _stated_problem(stated, has_model_axes=bool(model_axes(apply.engine.mesh)))
         or _unread_problem(jaxpr)
         or _condition_problem(jaxpr)
-        or _weight_problem(layout, trace.traced, held)
-        or _state_problem(states, trace.states, keys, apart, by_keys[after], dataflow.passes_through(jaxpr)[after])
+        or _weight_problem(layout, trace.traced, gathered)
+        or _state_problem(states, trace.states, keys, is_local, by_keys[after], dataflow.passes_through(jaxpr)[after])
     )
     no_sum = None if trace.is_sum else "the loss is a scalar, and may not be a sum over rows by a count"
     if trace.is_sum and not by_rows[1]:
@@ -93,8 +96,8 @@ def survey(
             has_rows = all(x.size for x in jax.tree.leaves(few))
             if has_rows and weight == _Trace(apply, loss_fn, source, model_state, few).weight():
                 raise ValueError(
-                    f"loss_fn: the weight of the loss is {weight:g} for any number of rows; count the rows at hand, or "
-                    "return the mean over them: return mean, aux"
+                    f"loss_fn: the weight of the loss is {weight:g} for any number of rows; count the rows that the "
+                    "loss receives, or return their mean: return mean, aux"
                 )
     root = {path for path in layout.unit(ROOT).leaves if layout.by_path[path].trainable}
     derived = dataflow.num_readers(jaxpr, dataflow.has_own_derivative, but=UNIT_CALL)
@@ -102,23 +105,23 @@ def survey(
     readers = dict(zip(trace.traced.names, dataflow.num_readers(jaxpr), strict=True))
     num_sums = {path: 1 for path, num in own_derivatives.items() if num and path in root}
     num_sums |= {path: num for path, num in readers.items() if num > 1 and path in root}
-    own = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))
+    stated_model_axes = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))
     return Survey(
         trace.is_sum,
         no_sum,
         any(by_rows[after]),
         by_keys[0],
-        any(dataflow.draws(eqn) and id(eqn) not in own_draws for eqn in dataflow.all_eqns(jaxpr)),
+        any(dataflow.draws(eqn) and id(eqn) not in known_draws for eqn in dataflow.all_eqns(jaxpr)),
         problem,
         num_sums,
-        own,
+        stated_model_axes,
         _repeats(layout, trace.traced),
-        any(map(_is_whole, whole)),
+        any(map(_gathers_dim_0, of_rows)),
     )
 
 
 def _repeats(layout: Layout, traced: Any) -> bool:
-    """Tell whether weights of a unit are read by several of its calls, or whole by each round of a loop."""
+    """Return whether several calls of a unit read its weights, or every iteration of a loop reads all of them."""
 
     def is_loop(eqn: Any) -> bool:
         return eqn.primitive.name in ("scan", "while")
@@ -138,10 +141,10 @@ class _Trace:
     """A loss as a program of rows, model state and weights.
 
     Attributes:
-      is_sum: whether it is a sum over rows by its type.
-      traced: as `ShardedApply.trace` returns it; its outputs are total, weight, metrics, and the state afterwards.
-      is_row: which of its inputs are arrays of rows.
-      states: of each input, which of the model's state it is; "" for none.
+      is_sum: whether its type is a sum over rows.
+      traced: the result of `ShardedApply.trace`; its outputs are total, weight, metrics, and the state afterwards.
+      is_row: for each input, whether it is an array of rows.
+      states: for each input, its name in the model's state; "" for other inputs.
     """
 
     def __init__(self, apply: ShardedApply, loss_fn: LossFn, source: Arrays, model_state: Arrays, rows: Any):
@@ -164,23 +167,23 @@ class _Trace:
 
     def weight(self) -> float | None:
         """Return the weight of the loss if it depends on no array, else None."""
-        wanted = [place == 1 for place in range(len(self.jaxpr.outvars))]
-        # Inside calls and loops too: what computes the weight there may compute with arrays beside it.
+        wanted = [i == 1 for i in range(len(self.jaxpr.outvars))]
+        # Also inside calls and loops, which may compute other values besides the weight.
         jaxpr, is_read = dce_jaxpr(dataflow.keep_outputs(self.jaxpr, wanted), [True])
         consts = self._flat[: self._num_consts]
         if any(is_read[self._num_consts :]) or any(isinstance(x, core.Tracer) for x in consts):
             return None
-        # On a device that is here: a step may be lowered for others.
+        # On a local device: the step may be lowered for devices that this machine lacks.
         with jax.default_device(jax.local_devices()[0]), jax.ensure_compile_time_eval():
             used = [x for x, mark in zip(consts, is_read, strict=False) if mark]
             return float(core.eval_jaxpr(jaxpr, (), *used)[0])
 
 
 def check_weight(layout: Layout, traced: Traced) -> None:
-    """Refuse a loss whose weight has a gradient: a step differentiates the total only.
+    """Check that the weight of a loss has no gradient: a step differentiates only the total.
 
     Raises:
-      ValueError: naming a parameter from which it comes.
+      ValueError: naming a parameter on which the weight depends.
     """
 
     def reaches(trained: Sequence[bool]) -> bool:
@@ -189,50 +192,50 @@ def check_weight(layout: Layout, traced: Traced) -> None:
     leaves = [layout.by_path.get(name) for name in traced.names]
     trained = [leaf is not None and leaf.trainable for leaf in leaves]
     if reaches(trained):
-        places = range(len(trained))
-        name = next(traced.names[at] for at in places if trained[at] and reaches([place == at for place in places]))
+        indices = range(len(trained))
+        name = next(traced.names[i] for i in indices if trained[i] and reaches([j == i for j in indices]))
         raise ValueError(
-            f"loss_fn: the weight of the loss depends on the trained parameter {name}, and a step takes no gradient of "
-            "the weight: it would differ from that of total / weight; return jax.lax.stop_gradient(weight), or total / "
-            "weight as a scalar"
+            f"loss_fn: the weight of the loss depends on the trained parameter {name}, but a step does not "
+            "differentiate the weight, so its gradient would not be the gradient of total / weight; return "
+            "jax.lax.stop_gradient(weight), or total / weight as a scalar"
         )
 
 
 def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> str | None:
-    """Inside a `shard_map` over the data axes a model may state shardings over its own axes alone."""
+    """Describe a stated sharding over other axes than the model's, which a `shard_map` over the data axes rules out."""
     data = [axis for axes in stated for axis in sorted(axes) if is_data_axis(axis)]
     if data:
         return (
-            f"the model states a sharding over mesh axis {data[0]!r}, which splits the batch (name its own axes alone: "
+            f"the model states a sharding over mesh axis {data[0]!r}, which splits the batch (use only "
             f"{', '.join(MODEL_AXES)}, with PartitionSpec.UNCONSTRAINED for the dims of the batch)"
         )
-    is_own = all(axes <= set(MODEL_AXES) for axes in stated) and (has_model_axes or any(stated))
-    return "the model states shardings of its own" if stated and not is_own else None
+    is_allowed = all(axes <= set(MODEL_AXES) for axes in stated) and (has_model_axes or any(stated))
+    return "the model states shardings" if stated and not is_allowed else None
 
 
 def _unread_problem(jaxpr: Any) -> str | None:
     names = dataflow.unread(jaxpr)
     if names:
-        return f"the model calls {names[0]}, an operation of JAX with a body that jfsdp does not know how to read"
+        return f"the model calls {names[0]}, a JAX operation whose body jfsdp cannot analyze"
     return None
 
 
 def _condition_problem(jaxpr: Any) -> str | None:
     if dataflow.is_in_condition(jaxpr, f"{SCOPE}.gather"):
-        return "a unit is called under a condition (cond, while), on which devices may disagree"
+        return "a unit is called under a condition (cond, while), which may differ between devices"
     return None
 
 
-def _weight_problem(layout: Layout, traced: Traced, held: Collection[str]) -> str | None:
-    """A unit's weights are whole inside its calls; elsewhere a device that computes for itself has its shard."""
+def _weight_problem(layout: Layout, traced: Traced, gathered: Collection[str]) -> str | None:
+    """Describe a read of a unit's weight outside the unit's calls, where a device has only a shard."""
     names = [*traced.names[: traced.num_flat], *[""] * (len(traced.names) - traced.num_flat)]
     leaves = [layout.by_path[name] if name else None for name in names]
-    marked = [leaf is not None and leaf.unit not in held and bool(leaf.stage(leaf.source).axes) for leaf in leaves]
-    for place, eqn in dataflow.reads(traced.jaxpr, marked):
+    marked = [leaf is not None and leaf.unit not in gathered and bool(leaf.stage(leaf.source).axes) for leaf in leaves]
+    for index, eqn in dataflow.reads(traced.jaxpr, marked):
         if f"{SCOPE}." not in str(eqn.source_info.name_stack):
             return (
-                f"{names[place]} is read outside the calls of its unit {leaves[place].unit!r}, where a device has its "  # type: ignore[union-attr]
-                "shard alone (of a penalty on weights make weight decay, in the optimizer; or leave that module out of "
+                f"{names[index]} is read outside the calls of its unit {leaves[index].unit!r}, where a device has only "  # type: ignore[union-attr]
+                "a shard (replace a penalty on weights by weight decay in the optimizer, or remove that module from "
                 "units=)"
             )
     return None
@@ -256,8 +259,8 @@ def _state_problem(
     return None
 
 
-def _is_whole(eqn: Any) -> bool:
-    """Tell whether an operation states that its first dim is split over nothing, and names no axis of the batch."""
+def _gathers_dim_0(eqn: Any) -> bool:
+    """Return whether an operation states a sharding without data axes in which dim 0 is not split."""
     if eqn.primitive.name != "sharding_constraint" or f"{SCOPE}." in str(eqn.source_info.name_stack):
         return False
     spec, free = getattr(eqn.params["sharding"], "spec", None), eqn.params["unconstrained_dims"]
@@ -271,5 +274,5 @@ def _is_whole(eqn: Any) -> bool:
 
 
 def first_rows(batch: Any, parts: int) -> Any:
-    """Return the first of so many parts of a batch's rows; scalars are part of each."""
+    """Return the first of `parts` equal parts of a batch's rows; scalars belong to every part."""
     return jax.tree.map(lambda x: x[: x.shape[0] // parts] if x.ndim else x, batch)

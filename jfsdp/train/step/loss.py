@@ -1,4 +1,4 @@
-"""Losses as totals and weights, so that a mean over devices and microbatches is the mean over what was counted."""
+"""Losses as totals and weights, which make means over devices and microbatches exact."""
 
 from __future__ import annotations
 
@@ -19,19 +19,18 @@ class Max(NamedTuple):
     """A metric that is the maximum over the rows of all devices and microbatches.
 
     Attributes:
-      maximum: the maximum over the rows at hand: a scalar, or an array of one maximum for each class, say.
+      maximum: the maximum over the rows that the loss receives: a scalar, or an array (one maximum per class, say).
     """
 
     maximum: Any
 
 
 class Mean(NamedTuple):
-    """A metric that is a mean over something else than what the loss counts.
+    """A metric that is a mean with a weight other than the loss's.
 
     Attributes:
-      total: the sum over the rows at hand: a scalar, or an array of one sum for each class, say.
-      weight: how much it sums over, a scalar or an array likewise. Where that is 0 over all devices and microbatches,
-        the mean is 0.
+      total: the sum over the rows that the loss receives: a scalar, or an array (one sum per class, say).
+      weight: the number of summed terms, in the same shape. If 0 over all devices and microbatches, the mean is 0.
     """
 
     total: Any
@@ -39,15 +38,15 @@ class Mean(NamedTuple):
 
 
 class Loss(NamedTuple):
-    """A loss as a sum and the weight to divide it by: exact under uneven masks (the mean of means is not the mean).
+    """A loss as a sum and the weight to divide it by, exact for uneven masks (the mean of means is not the mean).
 
     Attributes:
-      total: scalar; the sum of the losses of what is counted (tokens, examples).
-      weight: scalar; how much was counted, in the rows at hand. No gradient is taken of it, so a step refuses one that
-        has a derivative by trained parameters. Where it is 0 over all devices and microbatches, the loss and its
-        gradient are 0 if the total is, and not finite if it is not.
-      aux: metrics by name, returned among those of the step: a scalar is summed and divided like `total`; a `Max` or a
-        `Mean` is what its name says. No gradient is taken.
+      total: scalar; the sum of the losses of the tokens or examples.
+      weight: scalar; the number of tokens or examples in the rows that the loss receives. A step does not differentiate
+        it, and raises if it depends on trained parameters. If it is 0 over all devices and microbatches, the loss and
+        its gradient are 0 if the total is 0, otherwise not finite.
+      aux: metrics by name, which the step returns with its own. A scalar is summed and divided like `total`; see also
+        `Max` and `Mean`. Not differentiated.
     """
 
     total: Any
@@ -56,18 +55,18 @@ class Loss(NamedTuple):
 
 
 def as_loss(value: Any) -> Loss:
-    """Bring what a loss function returned into one form.
+    """Convert the result of a loss function to a `Loss`.
 
-    A scalar, alone or as `scalar, aux`, counts as the mean over a microbatch: weight 1. Any object with `total` and
-    `weight` (and `aux`) counts as a `Loss`, so that models need not import jfsdp. So in `aux` one with `maximum` counts
-    as a `Max`, and one with `total` and `weight` as a `Mean`.
+    A scalar, or `scalar, aux`, is the mean over a microbatch, with weight 1. Any object with `total` and `weight` (and
+    `aux`) is a `Loss`, so that models need not import jfsdp. In `aux`, an object with `maximum` is a `Max`, and an
+    object with `total` and `weight` a `Mean`.
 
-    All are cast to the dtype of the total, or to float32 if that is wider.
+    All values are cast to the dtype of the total, or to float32 if that is wider.
 
     Raises:
-      TypeError: for None and what is no array, for complex numbers, a total that is not floating, and an aux that is no
-        dict by names.
-      ValueError: if total, weight or an aux value is not a scalar, or an aux name is taken.
+      TypeError: for None, values that are not arrays, complex numbers, a total that is not floating, and an aux that is
+        not a dict with string keys.
+      ValueError: if total, weight or an aux value is not a scalar, or an aux name is reserved.
     """
     if value is None:
         raise TypeError(f"loss_fn: returned None (is its return missing?); return {_LOSS}")
@@ -77,15 +76,16 @@ def as_loss(value: Any) -> Loss:
     if not isinstance(extra, Mapping | None):
         raise TypeError(f"loss_fn: aux is a {type(extra).__name__}; make it a dict of scalars by name")
     if unnamed := [name for name in extra or {} if not isinstance(name, str)]:
-        raise TypeError(f"loss_fn: aux has the key {unnamed[0]!r}; name its metrics by texts")
+        raise TypeError(f"loss_fn: aux has the key {unnamed[0]!r}; use strings as names of metrics")
     taken = [name for name in extra or {} if name in RESERVED]
     if taken:
-        raise ValueError(f"loss_fn: aux names {', '.join(taken)} are those of the step's own metrics; rename them")
+        raise ValueError(f"loss_fn: aux names {', '.join(taken)} are names of the step's metrics; rename them")
     total, weight = (_scalar(name, getattr(given, name), _LOSS) for name in ("total", "weight"))
     dtype = jnp.promote_types(total.dtype, jnp.float32)
     if isinstance(given.weight, (int, float)) and not 0 < given.weight < math.inf:
         raise ValueError(
-            f"loss_fn: the weight is {given.weight} whatever the rows; count those at hand, or return the scalar mean"
+            f"loss_fn: the weight is the constant {given.weight}; compute it from the rows that the loss receives "
+            "(such as mask.sum()), or return the scalar mean"
         )
     if not jnp.issubdtype(total.dtype, jnp.floating):
         raise TypeError(f"loss_fn: total has dtype {total.dtype}; a gradient needs a floating loss")
@@ -96,7 +96,7 @@ def as_loss(value: Any) -> Loss:
 def _metric(name: str, value: Any) -> Any:
     label, kind = f"aux[{name!r}]", Max if hasattr(value, "maximum") else Mean
     if getattr(value, "aux", None):
-        raise ValueError(f"loss_fn: {label} has metrics of its own ({', '.join(value.aux)}); return {METRIC}")
+        raise ValueError(f"loss_fn: {label} contains metrics ({', '.join(value.aux)}); return {METRIC}")
     if not all(hasattr(value, field) for field in kind._fields):
         return _scalar(label, value, METRIC)
     return kind(*(_array(f"{label}.{field}", getattr(value, field), METRIC) for field in kind._fields))
@@ -120,7 +120,7 @@ def _array(name: str, value: Any, remedy: str) -> jax.Array:
 
 
 def merge(add: Callable[..., Any], maximum: Callable[..., Any], *losses: Loss) -> Loss:
-    """Combine losses number by number: sums by `add`, maxima by `maximum`. Of a single loss: over devices, say."""
+    """Combine losses elementwise, sums by `add` and maxima by `maximum`; or reduce one loss, such as over devices."""
 
     def combine(*values: Any) -> Any:
         return jax.tree.map(maximum if isinstance(values[0], Max) else add, *values)
@@ -129,7 +129,7 @@ def merge(add: Callable[..., Any], maximum: Callable[..., Any], *losses: Loss) -
 
 
 def metrics_of(aux: Mapping[str, Any], weight: Any, divide: Callable[[Any, Any], Any]) -> dict[str, Any]:
-    """Return what is reported of metrics whose sums and maxima are those of all rows; `weight` is that of the loss."""
+    """Return the values of metrics from their sums and maxima over all rows; `weight` is the weight of the loss."""
 
     def report(value: Any) -> Any:
         if isinstance(value, Max):
@@ -140,12 +140,12 @@ def metrics_of(aux: Mapping[str, Any], weight: Any, divide: Callable[[Any, Any],
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as numbers of Python, those of an array each with its place: `load.3`."""
+    """Return metrics as Python numbers; the elements of an array are named by index: `load.3`."""
     arrays = {name: np.asarray(value) for name, value in metrics.items()}
-    places = ((name, x, at) for name, x in arrays.items() for at in np.ndindex(x.shape))
-    return {".".join((name, *map(str, at))): float(x[at]) for name, x, at in places}
+    elements = ((name, x, index) for name, x in arrays.items() for index in np.ndindex(x.shape))
+    return {".".join((name, *map(str, index))): float(x[index]) for name, x, index in elements}
 
 
 def divide(total: jax.Array, weight: jax.Array) -> jax.Array:
-    """Return a mean, and 0 where nothing was counted."""
+    """Return a mean, which is 0 if the weight is 0."""
     return jnp.where(weight == 0, 0.0, total / jnp.where(weight == 0, 1.0, weight))

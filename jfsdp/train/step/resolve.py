@@ -1,19 +1,19 @@
-"""From a model, a loss and the shapes of a batch to a step's spec: the one place that decides its program.
+"""Resolves a step: decides its program and its other properties from a model, a loss and the shapes of a batch.
 
 [Note: two programs]
-`xla`: the rows of all devices stand in one array, layouts are stated, and XLA inserts the collectives. The loss may be
-anything. Every microbatch is reduced over every axis.
-`manual`: everything runs in one `shard_map` over the data axes, where a device sees its own rows, and every gather and
-reduction is written out. So the loss has to be a sum over rows (`jfsdp.Loss`), a model whose state depends on the rows
-(batch statistics) cannot run there, nor one that states shardings over the data axes; rng keys are folded with the
-device's index. Over axes of its own (`tensor`) a model may state what it likes: the `shard_map` is over all others.
+`xla`: the batch is one global array with stated shardings, and XLA inserts the collectives. The loss may be any
+function. Every microbatch is reduced over all axes.
+`manual`: the step runs in one `shard_map` over the data axes, where each device sees its own rows, and jfsdp writes
+every gather and reduction. So the loss must be a sum over rows (`jfsdp.Loss`). The model's state must not depend on
+the rows (batch statistics), and the model must not state shardings over the data axes. Rng keys are folded with the
+device's index. The `shard_map` leaves out the model's axes (`tensor`), over which a model may state any sharding.
 
-What the loss returns decides: a scalar is `xla`, a sum with its weight `manual`. XLA makes a reduce-scatter of an
-all-reduce that one slice reads. A pad between them (padded leaves), an accumulator that is split further than its
-parameter, several gradients that are added afterwards (a weight with several uses, such as tied embeddings), or a
-gradient that the model sums itself (a loss in chunks, under `jax.custom_vjp`) keep it from that and cost up to twice
-the bytes. And it cannot leave an axis for after the last microbatch. A `shard_map` over axis `replica` alone would
-leave the group to XLA, but there JAX (0.10.2, 0.12) cannot partition cuDNN's attention.
+The result of the loss decides: a scalar is `xla`, a sum with its weight `manual`. XLA turns an all-reduce into a
+reduce-scatter only if one slice reads it. It cannot with a pad between them (padded leaves), an accumulator that is
+split finer than its parameter, several gradients that are added afterwards (a weight with several uses, such as tied
+embeddings), or a gradient that the model sums itself (a loss in chunks, with `jax.custom_vjp`). These cost up to twice
+the bytes. XLA also cannot defer the reduction over an axis until after the last microbatch. A `shard_map` over axis
+`replica` only would leave the group to XLA, but there JAX (0.10.2, 0.12) cannot partition cuDNN's attention.
 """
 
 from __future__ import annotations
@@ -40,44 +40,43 @@ from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.gradients import Gradients, naming_axes
 from jfsdp.train.step.inspect_loss import LossFn, Survey, first_rows, survey
 
-_EXCESS = 1.05  # of bytes: more is warned of
+_EXCESS = 1.05  # ratio of bytes above which a step warns
 _ALIKE = "the loss draws from random keys that are not in the model's state; each device would draw the same"
 _SCALAR = "the loss is a scalar, and so the step is program 'xla'"
 _GATHERS = (
-    "the model states of a value that depends on the rows that its first dim is split over nothing (None): in program "
-    "'xla' every device then holds and computes the rows of all; say PartitionSpec.UNCONSTRAINED where the model has "
-    "nothing to say"
+    "the model states a sharding with None for dim 0 of a value that depends on the rows: in program 'xla' every "
+    "device then stores and computes the rows of all devices; use PartitionSpec.UNCONSTRAINED for this dim"
 )
-_RETURN_LOSS = "return jfsdp.Loss(total, weight), a sum over the rows at hand and how much it counts"
+_RETURN_LOSS = "return jfsdp.Loss(total, weight), a sum over the rows that the loss receives and its weight"
 
 
 def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch: Any) -> StepSpec:
-    """Decide all of a step that is decided before it is compiled, from shapes; see [Note: two programs].
+    """Make all decisions about a step that precede its compilation, from shapes; see [Note: two programs].
 
-    Cost: one trace of the loss (see `survey`); with a pipeline one more, of the step.
+    Cost: one trace of the loss (see `survey`); with a pipeline also one of the step.
 
     Args:
-      batch: of all rows: arrays or shapes.
+      batch: arrays or shapes of the global batch.
 
     Raises:
-      ValueError: for a loss, a model or options that the step's program cannot have, with what to do instead.
+      ValueError: for a loss, a model or options that the step's program does not support, with the remedy.
 
     Warns:
-      UserWarning: where program `xla` sends more bytes than necessary, and of axes that the model leaves unused.
+      UserWarning: if program `xla` sends more bytes than necessary, or the model does not use a mesh axis.
     """
     layout, mesh = apply.layout, apply.engine.mesh
     source = {
         leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage(leaf.source).dtype) for leaf in layout.leaves
     }
     shapes = source, dict(apply.model.state), jax.tree.map(_shape, batch)
-    held, surveys = config.gathered_units(layout), list[Survey]()
+    gathered, surveys = config.gathered_units(layout), list[Survey]()
 
-    def look(source: Arrays, model_state: Arrays, batch: Any) -> None:
+    def trace(source: Arrays, model_state: Arrays, batch: Any) -> None:
         with naming_axes(mesh):
             rows = first_rows(batch, config.accumulate)
-            surveys.append(survey(apply, loss_fn, source, model_state, rows, held))
+            surveys.append(survey(apply, loss_fn, source, model_state, rows, gathered))
 
-    jax.eval_shape(look, *shapes)
+    jax.eval_shape(trace, *shapes)
     (found,) = surveys
     schedule = schedule_of(layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)
     program, reason = _program(layout, config, found)
@@ -91,7 +90,7 @@ def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch
         prefetch=as_prefetch(config.prefetch) if program == MANUAL else None,
         accumulate=config.accumulate,
         deferred=later if program == MANUAL else (),
-        gathered=held,
+        gathered=gathered,
         schedule=schedule,
         auto_axes=tuple(dict.fromkeys((*model_axes(mesh), *found.model_axes))),
         adds_up=found.is_sum and not found.has_statistics,
@@ -100,13 +99,13 @@ def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch
 
 
 def _with_passes(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, spec: StepSpec, shapes: Any) -> StepSpec:
-    """Add how often the stages of a pipeline go through their layers: their ends depend on the order of the calls."""
-    seen: list[StageCalls | None] = []
-    gradients = Gradients(apply, loss_fn, config, False, spec, seen.append)
+    """Add the number of passes over each pipeline stage's layers, which depends on the order of calls in a trace."""
+    calls: list[StageCalls | None] = []
+    gradients = Gradients(apply, loss_fn, config, False, spec, calls.append)
     jax.eval_shape(lambda source, model_state, batch: gradients(source, model_state, batch, 1.0), *shapes)
     assert spec.schedule and spec.prefetch
     turns = turns_stay(spec.prefetch, config.pipe_repeats)
-    return dataclasses.replace(spec, passes=spec.schedule.passes(config.pipe_repeats, turns, seen[-1]))
+    return dataclasses.replace(spec, passes=spec.schedule.passes(config.pipe_repeats, turns, calls[-1]))
 
 
 def _shape(x: Any) -> jax.ShapeDtypeStruct:
@@ -125,10 +124,10 @@ def _warn_of_axes(layout: Layout, mesh: Any, found: Survey) -> None:
 
 
 def check_needs(layout: Layout, config: StepConfig) -> list[str]:
-    """Return the options that only program `manual` has, in words.
+    """Return the options that only program `manual` supports, as text.
 
     Raises:
-      ValueError: if there are any, and program `xla` is asked for.
+      ValueError: if there are any and program `xla` is requested.
     """
     found = [] if config.prefetch is None else [f"prefetch={config.prefetch!r}"]
     found += [f"storage={layout.storage!r}"] if layout.buffers else []
@@ -136,32 +135,32 @@ def check_needs(layout: Layout, config: StepConfig) -> list[str]:
     for leaf in layout.leaves:
         wanted, use = layout.reduce_dtype(leaf), leaf.stage("use").dtype
         if leaf.trainable and wanted != use:
-            found.append(f"reduce_dtype={wanted!r} (weights of unit {leaf.unit or '(root)'} travel in {use})")
+            found.append(f"reduce_dtype={wanted!r} (weights of unit {leaf.unit or '(root)'} are gathered in {use})")
             break
     found += ["sync='last'"] if config.sync == "last" and config.accumulate > 1 else []
     if found and config.program == XLA:
         raise ValueError(
-            f"{found[0]}: program='xla' leaves the collectives to XLA; leave one of the two out, or use "
+            f"{found[0]}: program='xla' leaves the collectives to XLA; remove one of the two, or use "
             "program='manual' with a jfsdp.Loss"
         )
     return found
 
 
 def way_to_xla(layout: Layout, config: StepConfig) -> str:
-    """Say what to ask for so that all rows are seen together."""
+    """Describe how to select program `xla`, in which a loss sees all rows."""
     needs = " and ".join(check_needs(layout, config))
-    return "use program='xla'" + (f" and leave out {needs}" if needs else "")
+    return "use program='xla'" + (f" and remove {needs}" if needs else "")
 
 
 def _program(layout: Layout, config: StepConfig, found: Survey) -> tuple[str, str]:
     needs, has_stages = check_needs(layout, config), layout.num_stages > 1
     if not layout.data_axes and not has_stages:
-        return XLA, "there is one data shard, with all rows: no weight moves"
+        return XLA, "one data shard has all rows: no weight is communicated"
     if has_stages and PIPE in found.model_axes:
         raise ValueError(
-            f"the model states a sharding over mesh axis {PIPE!r} (size {layout.num_stages}), which inside of its "
-            "layers is none that it may name; leave the axis out there, and cut weights before and after the layers "
-            f"over it: placements={{name: PartitionSpec({PIPE!r})}} splits what is computed with them too"
+            f"the model states a sharding over mesh axis {PIPE!r} (size {layout.num_stages}), which is not available "
+            "inside pipelined layers; remove the axis from the model, and shard the weights before and after the "
+            f"layers with placements={{name: PartitionSpec({PIPE!r})}}, which also splits their activations"
         )
     if config.program == MANUAL or (config.program is None and (found.is_sum or has_stages)):
         axis = f"mesh axis {PIPE!r} (size {layout.num_stages})"
@@ -175,7 +174,7 @@ def _program(layout: Layout, config: StepConfig, found: Survey) -> tuple[str, st
         return XLA, "program='xla'"
     if needs:
         raise ValueError(
-            f"{needs[0]}: {_SCALAR}, which leaves the collectives to XLA; {_RETURN_LOSS}, or leave out "
+            f"{needs[0]}: {_SCALAR}, which leaves the collectives to XLA; {_RETURN_LOSS}, or remove "
             f"{needs[0].partition(' (')[0]}"
         )
     if excess := _excess(layout, config, found):
@@ -184,7 +183,7 @@ def _program(layout: Layout, config: StepConfig, found: Survey) -> tuple[str, st
 
 
 def _check_rows(layout: Layout, config: StepConfig, reason: str, found: Survey) -> None:
-    """Refuse a loss or a model that cannot run on the rows of one device."""
+    """Check that a loss and a model can run on the rows of one device."""
     problem, remedy = found.problem, way_to_xla(layout, config)
     if problem is None and layout.data_axes:
         problem = found.no_sum or (_ALIKE if found.draws_alike else None)
@@ -198,31 +197,31 @@ def _check_rows(layout: Layout, config: StepConfig, reason: str, found: Survey) 
 
 
 def _excess(layout: Layout, config: StepConfig, found: Survey) -> str:
-    """Say by how much XLA sends more than `manual` would, and why; "": by less than is worth a word."""
+    """Describe how many more bytes XLA sends than `manual` would, and why; "" up to a ratio of `_EXCESS`."""
     later = deferred_axes(layout, accumulate=config.accumulate, once=config.syncs_last(layout))
     manual = StepSpec(MANUAL, accumulate=config.accumulate, deferred=later, gathered=config.gathered_units(layout))
-    least = movements(layout, manual)
-    sent = movements(layout, dataclasses.replace(manual, program=XLA, deferred=()))
+    by_manual = movements(layout, manual)
+    by_xla = movements(layout, dataclasses.replace(manual, program=XLA, deferred=()))
     leaves = [leaf for leaf in layout.leaves if leaf.trainable]
     whole = {leaf.path: why for leaf in leaves if (why := _why_whole(layout, leaf, found))}
-    num_bytes = sum(move.wire_bytes for move in sent if move.when != CALL or move.leaf.path not in whole)
+    num_bytes = sum(move.wire_bytes for move in by_xla if move.when != CALL or move.leaf.path not in whole)
     for leaf in leaves:
         if leaf.path in whole:
             times = config.accumulate * found.num_sums.get(leaf.path, 1)
             dtype, size = layout.reduce_dtype(leaf), layout.num_shards(layout.data_axes)
             num_bytes += Move(leaf, CALL, REDUCE, layout.data_axes, dtype, size, times=times).wire_bytes
-    ratio = num_bytes / max(1.0, sum(move.wire_bytes for move in least))
+    ratio = num_bytes / max(1.0, sum(move.wire_bytes for move in by_manual))
     largest = max(whole, key=lambda path: math.prod(layout.by_path[path].shape), default="")
     why = (
         f"it sums over {', '.join(later)} in every microbatch"
         if later and config.accumulate > 1
         else whole.get(largest)
     )
-    return f"XLA sends up to {ratio:.2f} times the bytes of program 'manual', since {why}" if ratio > _EXCESS else ""
+    return f"XLA sends up to {ratio:.2f} times the bytes of program 'manual', because {why}" if ratio > _EXCESS else ""
 
 
 def _why_whole(layout: Layout, leaf: Leaf, found: Survey) -> str:
-    """Say why XLA all-reduces the gradient of a leaf that could be reduce-scattered; "": it does not."""
+    """Describe why XLA all-reduces the gradient of a leaf that `manual` reduce-scatters; "" if it does not."""
     split = leaf.stage(leaf.source).axes
     if not leaf.stage("grad").axes:
         return ""
@@ -231,7 +230,7 @@ def _why_whole(layout: Layout, leaf: Leaf, found: Survey) -> str:
     if leaf.padding:
         return f"{leaf.path} is padded"
     if split and leaf.stage("grad").axes != split:
-        return f"the gradient of {leaf.path} is split further than the parameter"
+        return f"the gradient of {leaf.path} is split finer than the parameter"
     if leaf.path in found.num_sums:
         is_derived = found.num_sums[leaf.path] == 1
         return f"the model forms the gradient of {leaf.path} itself" if is_derived else f"{leaf.path} has several uses"

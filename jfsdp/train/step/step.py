@@ -37,14 +37,14 @@ from jfsdp.train.update.update import Update, clip_by_norm, lend_host_params, wi
 
 Metrics = dict[str, jax.Array]
 _BIND = (
-    "; bind what else it takes: lambda model, batch: loss_fn(model, batch, ...); random keys are in the model "
-    "(nnx.Rngs; Linen's own) or rows of the batch"
+    "; bind other arguments: lambda model, batch: loss_fn(model, batch, ...); random keys belong in the model "
+    "(nnx.Rngs, or Linen rngs) or in rows of the batch"
 )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trace:
-    """A step as JAX traced it: its program, and the PartitionSpec of each input."""
+    """A traced step: its jaxpr, and the PartitionSpec of each input."""
 
     jaxpr: Any
     specs: tuple[PartitionSpec, ...]
@@ -52,7 +52,7 @@ class Trace:
 
 @dataclasses.dataclass
 class _Cache:
-    """What calls of a step have found out."""
+    """Results of earlier calls of a step."""
 
     first_checks: list[Any]
     spec: StepSpec | None = None
@@ -63,13 +63,13 @@ class _Cache:
 
 
 class MeanGradients(NamedTuple):
-    """Gradients of the mean loss of a step, and what else it computed.
+    """Gradients of the mean loss of a step, with the model's state and metrics.
 
     Attributes:
       grads: by the names of the state's arrays, on the device in the layout of stage `opt`; not clipped.
-      is_finite: whether their norm and the loss are.
-      model_state: the model's other state afterwards.
-      metrics: what every step reports.
+      is_finite: whether the norm of the gradients and the loss are finite.
+      model_state: the model's other state after the step.
+      metrics: the metrics that every step returns.
     """
 
     grads: Arrays
@@ -80,16 +80,16 @@ class MeanGradients(NamedTuple):
 
 @checked
 class BatchStep:
-    """What steps over batches share: the gradients of a loss over a batch, and what is checked before."""
+    """Base of steps over batches: checks of state and batch, and gradients of a loss."""
 
     def __init__(self, apply: ShardedApply, loss_fn: LossFn, config: StepConfig, loss_scale: LossScale | None):
         check_call("loss_fn", loss_fn, "model", "batch", remedy=_BIND)
         self.apply, self.config, self.loss_scale = apply, config, loss_scale
         self.layout, self.mesh = apply.layout, apply.engine.mesh
         if not any(leaf.trainable for leaf in self.layout.leaves):
-            raise ValueError("nothing is trained: every parameter is frozen or no float; change frozen=")
+            raise ValueError("nothing is trained: every parameter is frozen or not floating; change frozen=")
         check_needs(self.layout, config)
-        schedule_of(self.layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)  # refuses others
+        schedule_of(self.layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)  # raises if unknown
         config.gathered_units(self.layout)
         self._loss_fn, self._shares = loss_fn, row_shares(self.mesh)
         first_checks = [lambda batch: compare_batches(batch, self._shares)] if spans_run(self.mesh) else []
@@ -101,19 +101,19 @@ class BatchStep:
 
     @property
     def spec(self) -> StepSpec:
-        """All that is decided about the step.
+        """All decisions about the step.
 
         Raises:
-          ValueError: before it is resolved.
+          ValueError: before the step is resolved.
         """
         if self._cache.spec is None:
-            raise ValueError("step.spec: depends on the loss and the batch; call step.resolve(batch), shapes will do")
+            raise ValueError("step.spec: depends on the loss and the batch; call step.resolve(batch), also with shapes")
         return self._cache.spec
 
     def resolve(self, batch: Any) -> StepSpec:
-        """Decide what the step is, once, by what its loss does on a *global* batch; shapes will do.
+        """Decide once how the step runs, from a trace of its loss on a *global* batch or its shapes.
 
-        `lower` and the first step do so by themselves.
+        `lower` and the first step call this.
 
         Raises, Warns: as `resolve_step`; ValueError for a batch that cannot be split.
         """
@@ -131,9 +131,9 @@ class BatchStep:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """What the step is compiled with, once its program is known: jfsdp's own and those of its configuration."""
-        own = compiler_options(self.mesh, self.layout, is_scheduled=bool(self._cache.spec and self.spec.prefetch))
-        options = own | dict(self.config.compiler_options or {})
+        """XLA options of the compiled step: jfsdp's, overridden by the configuration's. Final once resolved."""
+        default = compiler_options(self.mesh, self.layout, is_scheduled=bool(self._cache.spec and self.spec.prefetch))
+        options = default | dict(self.config.compiler_options or {})
         return {name: value for name, value in options.items() if value is not None}
 
     @property
@@ -141,7 +141,7 @@ class BatchStep:
         return Gradients(self.apply, self._loss_fn, self.config, self.loss_scale is not None, self.spec)
 
     def prepare(self, state: Any, batch: Any) -> tuple[TrainState, Any]:
-        """Check a state and a batch, and before the first step the loss; put the batch where the step wants it."""
+        """Check a state and a batch, and before the first step the loss; return the state and the sharded batch."""
         checks.check_state(state, self.layout, self.loss_scale)
         state = dataclasses.replace(state, layout=self.layout)
         batch = self._shard(batch, self.config.accumulate)
@@ -154,51 +154,51 @@ class BatchStep:
         return state, batch
 
     def finished(self, batch: Any, metrics: Metrics) -> None:
-        """Say that a step over this batch was taken: later ones are of the same structure."""
+        """Record that a step over this batch was taken: later batches must have the same structure."""
         self._cache.batch_shape = checks.batch_shape(batch)
         keep_pace(metrics["loss"])
 
     def own_rows(self, num_rows: int) -> range:
-        """Return which rows of a global batch this process gives to the step: those that stand on its devices.
+        """Return the rows of a global batch that this process passes to the step, which are on its devices.
 
-        Processes along axes `tensor` and `pipe` have the same.
+        Processes that differ only along axes `tensor` and `pipe` have the same rows.
 
         Raises:
-          ValueError: for a number that the data shards do not divide; if they are not neighbours: the mesh mixes the
-            devices of processes.
+          ValueError: if the data shards do not divide `num_rows`, or if the rows are not adjacent, because the mesh
+            mixes the devices of processes.
         """
         shards = num_data_shards(dict(self.layout.mesh_sizes))
         if num_rows < 1 or num_rows % shards:
             raise ValueError(
-                f"own_rows: num_rows={num_rows} cannot be split over axes {DATA_AXES} (size {shards}); take a multiple "
+                f"own_rows: num_rows={num_rows} cannot be split over axes {DATA_AXES} (size {shards}); pass a multiple "
                 f"of {shards}"
             )
         places = batch_sharding(self.mesh).addressable_devices_indices_map((num_rows,)).values()
         rows = sorted({row for (place,) in places for row in range(num_rows)[place]})  # type: ignore[misc]
-        own = range(rows[0], rows[-1] + 1)
-        if len(own) != len(rows) or own.start % len(own):
+        local_rows = range(rows[0], rows[-1] + 1)
+        if len(local_rows) != len(rows) or local_rows.start % len(local_rows):
             raise ValueError(
-                f"process {jax.process_index()} has rows {rows} of a batch, and data are read by neighbours; make the "
-                "mesh with jfsdp.make_mesh, which keeps the devices of a process together"
+                f"process {jax.process_index()} has rows {rows} of a batch, which are not adjacent; make the mesh with "
+                "jfsdp.make_mesh, which keeps the devices of a process together"
             )
-        return own
+        return local_rows
 
     def shard_batch(self, batch: Any) -> Any:
-        """Put a batch where the step wants it: dim 0 split over the data axes.
+        """Shard a batch as the step needs it: dim 0 over the data axes.
 
         A leaf without dims, or a number, is one value for all rows, the same in all processes. With several processes,
-        each calls this, and every other leaf is one of two things, the same in all processes:
+        every process must call this. All other leaves must be of one kind, the same in all processes:
 
-        - [B/num_processes ...], numpy or on this process's devices: the process's own rows, no other's; processes that
-          share rows, since `tensor` or `pipe` spans them, count as one (`own_rows` says which rows they are).
+        - [B/num_processes ...], NumPy or on this process's devices: the rows of this process only. Processes that share
+          rows, because `tensor` or `pipe` spans them, count as one (see `own_rows`).
         - [B ...], a jax.Array over the devices of several processes: the global batch.
 
-        Batches for `model.forward` may have another form than the step's: other leaves, or rows for no microbatch.
+        Batches for `model.forward` may differ from the step's in leaves and in the number of rows.
 
-        Cost: with several processes, all of the run's, the first call compares their batches and waits for all of them.
+        Cost: if the mesh spans all processes, the first call compares their batches and waits for all processes.
 
         Raises:
-          ValueError: as a step; in every process, where leaves, dtypes or rows differ between processes.
+          ValueError: as a step; in every process, if leaves, dtypes or rows differ between processes.
         """
         return self._shard(batch, 1)
 
@@ -216,7 +216,7 @@ class BatchStep:
 
         def put(x: Any) -> jax.Array:
             sharding = batch_sharding(self.mesh, x)
-            # With several processes JAX compares what is given for all of them: numbers; these keep their weak type.
+            # With several processes device_put compares numbers between them; numbers keep their weak type.
             if is_whole or not np.ndim(x):
                 return jax.device_put(x, sharding)
             return jax.make_array_from_process_local_data(sharding, x)
@@ -233,7 +233,7 @@ class BatchStep:
         with model_mesh(self.mesh):
             sums, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
         with jax.named_scope(f"{SCOPE}.update"):
-            # Nothing counted is no loss, and a gradient of zeros; a total of nothing counted is infinite, as divided.
+            # With weight 0 and total 0, the loss and gradients are 0. With another total the quotient is not finite.
             weight = jnp.where(loss.total == 0, nonzero(loss.weight), loss.weight)
             here = {path: (to_device(grad) / (weight * scale)).astype(grad.dtype) for path, grad in sums.items()}
             grads = self.apply.engine.constrain(here, "opt")
@@ -247,11 +247,11 @@ class BatchStep:
 
 @checked
 class TrainStep(BatchStep):
-    """A compiled training step: `state, metrics = step(state, batch)`. The state given is donated.
+    """A compiled training step: `state, metrics = step(state, batch)`. The input state is donated.
 
-    Metrics (scalars in float32; in float64 what is summed of a loss or of gradients in float64): `loss`, `grad_norm`
-    (before clipping), `weight`, `num_skipped`, `loss_scale` where there is one, `learning_rate` where the optimizer's
-    state holds one (`optax.inject_hyperparams`), and what the loss returns as `aux`.
+    Metrics (scalars in float32, or float64 for sums of a loss or gradients in float64): `loss`, `grad_norm` (before
+    clipping), `weight`, `num_skipped`, `loss_scale` with a loss scale, `learning_rate` if the optimizer's state has one
+    (`optax.inject_hyperparams`), and the `aux` of the loss.
     """
 
     def __init__(
@@ -268,19 +268,20 @@ class TrainStep(BatchStep):
         self._update = Update(self._optimizer, loss_scale, config.skip_nonfinite)
 
     def abstract_state(self) -> TrainState:
-        """Return shapes, dtypes and shardings of the state that it takes, as `ShardedModel.abstract_state` does."""
+        """Return shapes, dtypes and shardings of the step's state, as `ShardedModel.abstract_state`."""
         return abstract_state(self._optimizer, self.apply.model.state, self.loss_scale)
 
     def __call__(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Take one step.
 
         Args:
-          batch: a pytree of arrays [B, ...], B the rows of all devices. With several processes see `shard_batch`.
+          batch: a pytree of arrays [B, ...], where B is the global number of rows. With several processes see
+            `shard_batch`.
 
         Raises:
           ValueError: if B is not a multiple of the data shards times `accumulate`, or the batch's structure changed;
-            before the first step, if the loss is another number device by device, or if XLA refuses a compiler
-            option: the state is then still there.
+            before the first step, if the loss is not the sum over devices, or XLA rejects a compiler option. The state
+            is not donated then.
         """
         with naming_options():
             state, batch = self.prepare(state, batch)
@@ -292,31 +293,31 @@ class TrainStep(BatchStep):
         return result
 
     def fingerprint(self, state: TrainState, batch: Any) -> str:
-        """Return a digest of the program that a step is, for processes to compare; unequal programs hang or mix arrays.
+        """Return a digest of the lowered step, for processes to compare: different programs hang or mix arrays.
 
-        Cost: a trace, which the first step uses again, and a lowering.
+        Cost: a trace, which the first step reuses, and a lowering.
         """
         state, batch = self.prepare(state, batch)
         lowered = self._compile_for(state).lower(*lend_host_params(state), batch)
         return hashlib.blake2b(lowered.as_text().encode(), digest_size=8).hexdigest()
 
     def lower(self, abstract_state: TrainState, abstract_batch: Any) -> Any:
-        """Lower the step for shapes, those of a *global* batch; the devices of a deviceless topology will do.
+        """Lower the step for the shapes of a *global* batch. Accepts the devices of a deviceless topology.
 
         Raises:
-          ValueError: if the mesh names no platform to lower for, or the batch cannot be split.
+          ValueError: if the mesh has no devices, or the batch cannot be split.
         """
         checks.check_lowers(self.mesh)
         return self.trace(abstract_state, abstract_batch).lower()
 
     def trace(self, abstract_state: TrainState, abstract_batch: Any) -> Any:
-        """Trace the step for shapes, those of a *global* batch; a mesh of sizes alone will do.
+        """Trace the step for the shapes of a *global* batch. Accepts an abstract mesh.
 
         Raises:
           ValueError: if the batch cannot be split.
         """
         batch = self._placed(abstract_batch)
-        # Lets models choose kernels for devices that are not there.
+        # Lets models choose kernels for the devices of the mesh, which this machine may lack.
         device = None if isinstance(self.mesh, AbstractMesh) else self.mesh.devices.flat[0]
         is_there = device is None or device.platform == jax.default_backend()
         with contextlib.nullcontext() if is_there else jax.default_device(device):
@@ -324,10 +325,10 @@ class TrainStep(BatchStep):
             return self._compile_for(abstract_state).trace(*lend_host_params(abstract_state), batch)
 
     def read_trace(self, abstract_state: TrainState, abstract_batch: Any, traced: Any = None) -> Trace:
-        """Return what `trace` traced, with the PartitionSpec of each input.
+        """Return the jaxpr of the step, with the PartitionSpec of each input.
 
         Args:
-          traced: what `trace` returned for the same shapes; None: trace.
+          traced: the result of `trace` for the same shapes; None: trace now.
         """
         traced = traced or self.trace(abstract_state, abstract_batch)
         given = jax.tree.leaves((*lend_host_params(abstract_state), self._placed(abstract_batch)))
@@ -366,13 +367,13 @@ class TrainStep(BatchStep):
 
 
 def learning_rate(opt_state: Any) -> dict[str, jax.Array]:
-    """Return the learning rate that an optimizer's state holds, if it holds one (`optax.inject_hyperparams`)."""
+    """Return the learning rate in an optimizer's state, if there is exactly one (`optax.inject_hyperparams`)."""
     has_rates = lambda x: isinstance(getattr(x, "hyperparams", None), dict)  # noqa: E731
     found = [x.hyperparams for x in jax.tree.leaves(opt_state, is_leaf=has_rates) if has_rates(x)]
     return {name: found[0][name] for name in ("learning_rate",) if len(found) == 1 and name in found[0]}
 
 
 def batch_sharding(mesh: Any, value: Any = None) -> NamedSharding:
-    """Return the sharding of a leaf of a batch: dim 0 over all data axes; whole if it has no dims."""
+    """Return the sharding of a leaf of a batch: dim 0 over all data axes; replicated if it has no dims."""
     has_rows = value is None or np.ndim(value)
     return NamedSharding(mesh, PartitionSpec(data_axes(mesh)) if has_rows else PartitionSpec())
