@@ -1,4 +1,4 @@
-"""Exponential moving averages of the parameters, kept among the optimizer's states."""
+"""Exponential moving averages of the parameters, stored in the optimizer's state."""
 
 from __future__ import annotations
 
@@ -20,32 +20,32 @@ from jfsdp.train.update.optimizer import averaged
 
 
 class TrackEmaState(NamedTuple):
-    """The averages of the parameters, as a tree like theirs."""
+    """The averages, as a tree like the parameters."""
 
     ema: Any
 
 
 @checked
 def track_ema(decay: float) -> optax.GradientTransformation:
-    """Keep an exponential moving average of the parameters; put it last in an `optax.chain`. Changes no update.
+    """Keep an exponential moving average of the parameters. It must be last in an `optax.chain`; changes no update.
 
-    A step refuses it where something still changes the updates after it: its averages would be of other parameters.
+    A step raises an error if a later transformation changes the updates: the averages would be of other parameters.
 
-    After each step `ema = decay * ema + (1 - decay) * params`, starting from the first parameters, so that no bias is
-    to be corrected (`optax.ema` averages updates, not parameters). Averages of bfloat16 or float16 parameters are kept
-    in float32: one minus the decay is below what they resolve.
+    After each step `ema = decay * ema + (1 - decay) * params`, starting from the initial parameters, so no bias
+    correction is needed (`optax.ema` averages updates, not parameters). Averages of bfloat16 or float16 parameters are
+    kept in float32, because `1 - decay` is below their precision.
 
     Layout:  as the optimizer's states: [D/axes F] each.
     Memory:  one more moment: 4 bytes per parameter, split over the axes of the `opt` stage.
 
     Args:
-      decay: in 0..1, exclusive of 1; 0.999 averages over about the last 1000 steps.
+      decay: at least 0 and below 1; 0.999 averages over about the last 1000 steps.
 
     Raises:
       ValueError: if `decay` is out of range, or the update is called without parameters.
     """
     if not 0 <= decay < 1:
-        raise ValueError(f"decay={decay} must be in 0..1 and below 1; 0.999 averages over about 1000 steps")
+        raise ValueError(f"decay={decay} must be at least 0 and below 1; 0.999 averages over about 1000 steps")
 
     def init(params: Any) -> TrackEmaState:
         return TrackEmaState(jax.tree.map(lambda p: jnp.array(p, dtype=_dtype(p)), params))
@@ -67,15 +67,15 @@ def _dtype(param: Any) -> Any:
 
 @checked
 def with_ema(state: TrainState) -> TrainState:
-    """Return the state with the averages of `track_ema` in place of the parameters, for evaluation.
+    """Return a state with the averages of `track_ema` instead of the parameters, for evaluation.
 
-    The state given stays as it is and is what training goes on with. Where `track_ema` stands behind a mask or in a
-    partition, leaves without an average keep their parameters.
+    The input state is unchanged: continue training with it. If `track_ema` is inside a mask or a partition, leaves
+    without an average keep their parameters.
 
-    Layout:  [D/opt F] -> as the `param` stage, and the low-precision copy rebuilt where the strategy keeps one.
-    Cost:    one all-gather of the averages where parameters are split less far than the optimizer (zero1, hfsdp), or of
-             their low-precision cast where there is a copy; else none.
-    Memory:  one more copy of parameters (and of the low-precision copy), until the result is dropped.
+    Layout:  [D/opt F] -> as the `param` stage; the low-precision copy is recomputed if the strategy has one.
+    Cost:    one all-gather of the averages if the optimizer is split finer than the parameters (zero1, hfsdp), or of
+             the low-precision cast if there is a copy; otherwise none.
+    Memory:  one more copy of parameters (and of the low-precision copy), for as long as the result is kept.
 
     Raises:
       ValueError: if the optimizer keeps no averages, or more than one set of them.
@@ -86,8 +86,8 @@ def with_ema(state: TrainState) -> TrainState:
     names, found = ([x for x in jax.tree.leaves(tree, is_leaf=is_ema) if is_ema(x)] for tree in trees)
     if len(found) != 1:
         raise ValueError(
-            f"with_ema: the optimizer keeps {len(found)} sets of averages; put one jfsdp.optim.track_ema(decay) at the "
-            "end of its optax.chain"
+            f"with_ema: the optimizer has {len(found)} sets of averages; put exactly one jfsdp.optim.track_ema(decay) "
+            "at the end of its optax.chain"
         )
     averages = dict(zip(jax.tree.leaves(names[0]), jax.tree.leaves(found[0]), strict=True))
     params, work = _placer(state.layout, state.mesh)(state.params, averages)
@@ -96,7 +96,7 @@ def with_ema(state: TrainState) -> TrainState:
 
 @functools.lru_cache(maxsize=8)
 def _placer(layout: Layout, mesh: Any) -> Any:
-    """Return the compiled placing for one layout: evaluations come again and again."""
+    """Return the compiled function for one layout, cached for repeated evaluations."""
     params = {leaf.path: layout.sharding(mesh, leaf, "param") for leaf in layout.leaves}
     work = {leaf.path: layout.sharding(mesh, leaf, "work") for leaf in layout.leaves if leaf.has_work}
     return jax.jit(functools.partial(_place, XlaEngine(layout, mesh)), out_shardings=(params, work))
@@ -106,7 +106,6 @@ def _place(
     engine: XlaEngine, params: dict[str, Any], averages: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     here = jax.tree.map(to_device, params | averages)
-    # The copy keeps a jitted identity from handing back the very buffers of the optimizer's state. Averages may be of
-    # another dtype.
+    # Without the copy, a jitted identity returns the buffers of the optimizer's state. Averages may have another dtype.
     stored = {path: jnp.copy(x).astype(engine.layout.by_path[path].dtype) for path, x in here.items()}
     return stored, make_work(engine, stored)

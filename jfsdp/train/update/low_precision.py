@@ -14,7 +14,7 @@ from jfsdp.layout.precision import float_dtype_name
 
 
 class LowPrecisionState(NamedTuple):
-    """The state of the optimizer inside, moments in low precision, and the number of its updates."""
+    """The number of updates, and the state of the wrapped optimizer with moments in low precision."""
 
     count: jax.Array
     inner: Any
@@ -24,25 +24,25 @@ class LowPrecisionState(NamedTuple):
 def low_precision_state(
     tx: optax.GradientTransformation, dtype: Any = "bfloat16", seed: Seed = 0
 ) -> optax.GradientTransformation:
-    """Keep an optimizer's parameter-shaped float32 states in bfloat16: 4 bytes per parameter of Adam instead of 8.
+    """Keep an optimizer's parameter-shaped float32 states in bfloat16: 4 instead of 8 bytes per parameter for Adam.
 
-    The update is computed in float32, and each new state is rounded up or down at random, in proportion to its
-    distance: right on average. To the nearest, a second moment with b2=0.999 would never decay, since a thousandth is
-    less than half a step of bfloat16. Counters, factored moments and states that are of lower precision already stay as
-    they are. Put what must stay exact, such as `track_ema`, outside.
+    The update is computed in float32. Each new state is rounded stochastically, which is unbiased. With rounding to
+    nearest, a second moment with b2=0.999 would never decay, because 0.001 is less than half a step of bfloat16.
+    Counters, factored moments and states in lower precision are unchanged. Keep transformations with states that must
+    be exact, such as `track_ema`, outside.
 
     The random bits are a function of `seed`, the number of the update, the state's path and the element's position in
-    the logical leaf: the same on every mesh, under partitionable threefry (the default of JAX).
+    the logical leaf. They are equal on every mesh with partitionable threefry (JAX's default).
 
-    Layout:  that of the states of `tx`.
-    Cost:    16 random bits per element of state and step, made where they are used; no communication.
-    Memory:  half of those states at rest. XLA fuses the float32 values into the update; where it does not, they are
-             temporaries of the size of the optimizer's largest fusion.
+    Layout:  as the states of `tx`.
+    Cost:    16 random bits per element of state and step, generated locally; no communication.
+    Memory:  half of these states at rest. XLA fuses the float32 values into the update; otherwise they are temporaries
+             of the size of the optimizer's largest fusion.
 
     Args:
-      tx: any optax transformation that is given the parameters.
-      dtype: only "bfloat16", whose rounding is a cut through the bits of a float32.
-      seed: of the rounding.
+      tx: any optax transformation; its update needs the parameters.
+      dtype: only "bfloat16", which is the upper half of the bits of float32.
+      seed: seed of the rounding.
 
     Raises:
       ValueError: for another dtype, or if the update is called without parameters.
@@ -78,20 +78,20 @@ def low_precision_state(
 
 
 def round_stochastically(x: jax.Array, key: jax.Array) -> jax.Array:
-    """Round float32 to bfloat16, up or down at random in proportion to the distance.
+    """Round float32 to bfloat16 stochastically.
 
-    A bfloat16 is the upper half of a float32, so adding 16 random bits to the lower half and cutting it off rounds up
-    with the right probability. What is not finite is cast: a NaN may have its payload in the lower half alone.
+    A bfloat16 is the upper half of a float32. Adding 16 random bits to the lower half and truncating it rounds up with
+    the right probability. Values that are not finite are cast: the payload of a NaN may be in the lower half.
     """
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
-    cut = (bits + noise) & jnp.uint32(0xFFFF0000)
-    rounded = jax.lax.bitcast_convert_type(cut, jnp.float32).astype(jnp.bfloat16)
+    truncated = (bits + noise) & jnp.uint32(0xFFFF0000)
+    rounded = jax.lax.bitcast_convert_type(truncated, jnp.float32).astype(jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
 
 
 def _is_low(tx: optax.GradientTransformation, params: Any) -> Any:
-    """Tell for every array of the state of `tx` whether it is float32, of a parameter's shape and under its path."""
+    """Return for each array of the state of `tx` whether it is float32 with the shape and path of a parameter."""
     shapes = {path: tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(params)}
 
     def is_low(path: tuple[Any, ...], x: Any) -> bool:

@@ -1,16 +1,17 @@
-"""How an optimizer is run on stored arrays: it sees what it would see on one device.
+"""Runs an optimizer on stored arrays, with the tree and the shapes that it would have on one device.
 
 [Note: what an optimizer sees]
-`tx.init` and `tx.update` get one tree, the model's own (`jfsdp.modules.model.ParamTree`), so that masks, labels and
-whatever else goes by key path mean what they mean without jfsdp. What is not trained is `optax.MaskedNode()` there, as
-under `optax.masked`. The step keeps gradients and parameters by dotted name. What an optimizer is given is converted
-here, and what a loop of the user's own is given in grad_step.py.
+`tx.init` and `tx.update` receive the model's own tree (`jfsdp.modules.model.ParamTree`), so that masks, labels and
+other functions of key paths work as without jfsdp. Frozen leaves are `optax.MaskedNode()` there, as with
+`optax.masked`. Steps keep gradients and parameters by dotted name. This module converts them for the optimizer, and
+grad_step.py for custom training loops.
 
-A leaf that no mesh divides is stored padded. Elementwise updates do not mind the padding; anything else does (three
-steps of padded Adafactor were off by 1.8 % of the update, of Muon by 1.9 %), and so does whatever counts elements,
-draws noise by position or starts from another value than zero. So the padding is cut off before the optimizer and put
-back, as zeros, after it. That is free: a logical dim of size d over n devices, ceil(d / n) each, is how the padded one
-lies already, so no byte moves. Measured on JAX 0.10.2 and 0.12.0: the AdamW update of padded leaves has no collective.
+A leaf whose split dim does not divide evenly is stored padded. Elementwise updates are not affected by padding. Other
+updates are: three steps of padded Adafactor were off by 1.8 % of the update, of Muon by 1.9 %. So are updates that
+count elements, draw noise by position or start from a value other than zero. So the padding is removed before the
+optimizer, and added again, as zeros, after it. No byte moves: a logical dim of size d over n devices, ceil(d / n) each,
+has the same shards as the padded one. Measured on JAX 0.10.2 and 0.12.0: the AdamW update of padded leaves has no
+collective.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from jfsdp.train.update.roles import Role, Roles, abstract_opt_state, array_name
 
 @dataclasses.dataclass(frozen=True)
 class ShardedOptimizer:
-    """An optax transformation on stored arrays: `init` and `update` take and return them by name, padded.
+    """An optax transformation on stored arrays: `init` and `update` take and return arrays by name, padded.
 
     Layout:  gradients, parameters and parameter-shaped states [D+pad/axes F] -> [D/axes F] (unevenly) -> back.
-    Cost:    none for the cut ([Note: what an optimizer sees]); what `tx` does over split dims, XLA inserts: an
-             all-reduce of one scalar per norm, of vectors for factored moments. An update that mixes whole matrices
-             (Muon) has XLA gather whole stacks of them: 129 GB for Llama-3-8B on 64 devices (docs/log.md).
+    Cost:    none for the padding ([Note: what an optimizer sees]). XLA inserts the collectives of `tx` over split dims:
+             an all-reduce of one scalar per norm, of vectors for factored moments. For an update of whole matrices
+             (Muon) XLA gathers whole stacks of them: 129 GB for Llama-3-8B on 64 devices (docs/log.md).
 
     Attributes:
-      engine: states the layouts.
-      tree: the tree in which the user sees the parameters.
+      engine: constrains arrays to their layouts.
+      tree: the user's tree of parameters.
       tx: the user's transformation.
     """
 
@@ -55,7 +56,7 @@ class ShardedOptimizer:
 
     @functools.cached_property
     def abstract(self) -> tuple[Any, Roles]:
-        """The shapes of its state as it is stored, and the role of each of its arrays.
+        """The stored shapes of the optimizer's state, and the role of each of its arrays.
 
         Raises:
           ValueError: if `tx` fails on the model's tree; names the transformation.
@@ -65,38 +66,38 @@ class ShardedOptimizer:
 
     @property
     def roles(self) -> Roles:
-        """The roles of the arrays of its state."""
+        """The roles of the arrays of the optimizer's state."""
         return self.abstract[1]
 
     def init(self, params: Arrays) -> Any:
-        """Return the state for trained parameters on the device: the structure of `tx.init`, in stored shapes."""
-        return self.roles.map(self._pad_state, self.tx.init(self.tree.build(self._cut_all(params))))
+        """Return the state for trained parameters on the device: the result of `tx.init`, in stored shapes."""
+        return self.roles.map(self._pad_state, self.tx.init(self.tree.build(self._unpad_all(params))))
 
     def update(self, grads: Arrays, state: Any, params: Arrays, extra: Mapping[str, Any]) -> tuple[Arrays, Any]:
         """Return the updates of trained parameters, and the new state.
 
         Args:
-          grads, params: as they are stored, in the layout of stage `opt`.
-          extra: what `tx.update` is given besides, by name.
+          grads, params: arrays in stored shapes, in the layout of stage `opt`.
+          extra: extra arguments of `tx.update`, by name.
 
         Raises:
-          ValueError: if the state is that of another optimizer; lists what differs.
+          ValueError: for the state of another optimizer; lists the differences.
         """
         _check_state(self.tree, self.roles, state)
-        logical = self.tree.build(self._cut_all(grads)), self.tree.build(self._cut_all(params))
-        state = self.roles.map(self._cut_state, state)
+        logical = self.tree.build(self._unpad_all(grads)), self.tree.build(self._unpad_all(params))
+        state = self.roles.map(self._unpad_state, state)
         updates, state = self._update(logical[0], state, logical[1], extra)
         padded = {path: self._pad(path, x) for path, x in self.tree.by_name(updates).items()}
         return padded, self.roles.map(self._pad_state, state)
 
     def check(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Refuse a transformation that cannot run in a step, before anything is compiled.
+        """Check that a transformation can run in a step, before compilation.
 
         Args:
-          extra: what its update is given besides; None: what a training step gives.
+          extra: extra arguments of its update; None: the extra arguments of a training step.
 
         Raises:
-          ValueError: if it fails on the model's tree, asks for more than gradients, state, parameters and the loss, or
+          ValueError: if it fails on the model's tree, needs more than gradients, state, parameters and the loss, or
             returns updates of another tree; names the transformation.
         """
         with _naming_what_fails():
@@ -104,25 +105,25 @@ class ShardedOptimizer:
             self.tree.by_name(updates)
             if jax.tree.structure(after) != jax.tree.structure(self.abstract[0]):
                 raise ValueError(
-                    "its state has another structure after an update than tx.init gave it (optax.monitor's)"
+                    "the structure of its state after an update differs from tx.init (as with optax.monitor)"
                 )
             ignored = [name for name in extra or () if self._ignores(name, extra or {})]
         if ignored:
-            raise ValueError(f"apply_gradients: this tx takes no {ignored[0]}=, and would ignore it; leave it out")
+            raise ValueError(f"apply_gradients: this tx does not use {ignored[0]}=; remove it")
 
     def _ignores(self, name: str, extra: Mapping[str, Any]) -> bool:
-        """Tell whether the update is the same program without one of what it is given besides."""
+        """Return whether the update is the same program without one of its extra arguments."""
         programs = []
         for given in (extra, {other: value for other, value in extra.items() if other != name}):
             first, *shapes = self._of_shapes(given)
             try:
                 programs.append(re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(first)(*shapes))))
-            except (TypeError, ValueError):  # it needs it
+            except (TypeError, ValueError):  # the argument is required
                 return False
         return programs[0] == programs[1]
 
     def given(self, value: Any) -> dict[str, Any]:
-        """Return what a training step gives `tx.update` besides: the loss, wherever it can be taken."""
+        """Return the extra arguments of `tx.update` in a training step: the loss, if it accepts `value`."""
         return {"value": jnp.asarray(value)} if self._takes_value else {}
 
     @functools.cached_property
@@ -151,22 +152,22 @@ class ShardedOptimizer:
             updates, after = optax.with_extra_args_support(tx).update(grads, state, params, **extra)
         if {id(x) for x in seen} - {id(x) for x in jax.tree.leaves(updates)}:
             raise ValueError(
-                "track_ema is not last: what comes after it changes the updates, and the averages would be of other "
-                "parameters; say optax.chain(..., jfsdp.optim.track_ema(decay))"
+                "track_ema is not last: a later transformation changes the updates, so the averages would be of other "
+                "parameters; use optax.chain(..., jfsdp.optim.track_ema(decay))"
             )
         return updates, after
 
-    def _cut_all(self, values: Arrays) -> Arrays:
-        return {path: self._cut(path, x) for path, x in values.items()}
+    def _unpad_all(self, values: Arrays) -> Arrays:
+        return {path: self._unpad(path, x) for path, x in values.items()}
 
-    def _cut_state(self, role: Role, value: Any) -> Any:
-        return self._cut(role.leaf or "", value) if role.padding else value
+    def _unpad_state(self, role: Role, value: Any) -> Any:
+        return self._unpad(role.leaf or "", value) if role.padding else value
 
     def _pad_state(self, role: Role, value: Any) -> Any:
-        # One that changed its shape is left as it is: the step compares types, and says which array it was.
+        # An array that changed its shape is not padded: `check_kept_types` raises and names it.
         return self._pad(role.leaf or "", value) if role.padding and value.shape == role.shape else value
 
-    def _cut(self, path: str, value: jax.Array) -> jax.Array:
+    def _unpad(self, path: str, value: jax.Array) -> jax.Array:
         leaf = self.engine.layout.by_path[path]
         if not leaf.padding or leaf.dim is None:
             return value
@@ -184,7 +185,7 @@ _SEEN: list[list[Any]] = []
 
 
 def averaged(updates: Any) -> None:
-    """Note with which updates `track_ema` computes averages, for the update that is being traced."""
+    """Record the updates that `track_ema` averages in the update that is being traced."""
     for seen in _SEEN[-1:]:
         seen.extend(jax.tree.leaves(updates))
 
@@ -206,7 +207,7 @@ def _check_state(tree: ParamTree, roles: Roles, state: Any) -> None:
         shown = [f"{n}: the state has {found.get(n)}, the optimizer {wanted.get(n)}" for n in differing[:4]]
         raise ValueError(
             f"the state is of another optimizer than this step; {len(differing)} arrays differ ({'; '.join(shown)}); "
-            "give init and train_step the same tx"
+            "pass init and train_step the same tx"
         )
 
 
@@ -222,8 +223,8 @@ def _naming_what_fails() -> Iterator[None]:
         made_by = [found[1] for text in (*names, str(error)) if (found := re.search(r"([^\W_]\w*)\.<locals>", text))]
         raise ValueError(
             f"optimizer: {made_by[-1] if made_by else 'tx'} failed on the model's parameters ({type(error).__name__}: "
-            f"{error}). A step gives it gradients, state, parameters and value= (the loss), and no more: leave out "
-            "what needs a function of the loss (a line search, as in lbfgs) or two sets of parameters (lookahead). "
-            "Masks and labels are trees like the parameters: Linen's nested params, or what "
-            "nnx.split(model, nnx.Param, ...)[1] returns"
+            f"{error}). A step passes only gradients, state, parameters and value= (the loss): transformations that "
+            "need a function of the loss (a line search, as in lbfgs) or two sets of parameters (lookahead) are not "
+            "supported. Make masks and labels as trees like the parameters: Linen's nested params, or "
+            "nnx.split(model, nnx.Param, ...)[1]"
         ) from error

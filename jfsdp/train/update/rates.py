@@ -1,4 +1,4 @@
-"""Learning rates by parameter: what an optimizer would do, times a factor."""
+"""Learning rates per parameter, as factors of an optimizer's updates."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from jfsdp.train.update.roles import param_name
 
 
 def scale_rates(factors: Mapping[str, float]) -> optax.GradientTransformation:
-    """Multiply the updates of some parameters; for the end of a chain. Moves no data between devices.
+    """Multiply the updates of selected parameters, at the end of an `optax.chain`. Needs no communication.
 
-    After AdamW that scales the learning rate, and with it the decay. A factor of 0 leaves a parameter as it is, and its
-    optimizer states are kept all the same: `frozen=` saves them.
+    After AdamW this scales the learning rate and the weight decay. A factor of 0 keeps a parameter unchanged, but its
+    optimizer states need memory; with `frozen=` they do not.
 
     Args:
-      factors: by glob over dotted names of parameters, as `frozen=` takes them; the last that fits holds.
+      factors: factor by glob over dotted names of parameters, as in `frozen=`; the last matching glob applies.
 
     Raises:
       ValueError: at `init`, for a glob that matches no trained parameter.

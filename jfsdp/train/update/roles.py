@@ -1,8 +1,8 @@
-"""Roles: what every array of an optimizer's state is, which leaf it belongs to, and where it stands.
+"""Roles of the arrays of an optimizer's state: their kind, the leaf they belong to, and their sharding.
 
-Decided once, from shapes alone, and carried by `TrainState.roles`: shardings, the account, checkpoints and `reshard`
-read it. The first half of a role (name, leaf, kind, shape) is that of the optimizer on the *logical* leaves and is the
-same for every mesh and strategy; the second (dim, axes, padding) is what a layout makes of it.
+Roles are computed once, from shapes, and stored in `TrainState.roles` for shardings, byte counts, checkpoints and
+`reshard`. The first half of a role (name, leaf, kind, shape) describes the optimizer on the *logical* leaves, and is
+the same for every mesh and strategy. The second half (dim, axes, padding) depends on the layout.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from jfsdp.modules.model import KeyPath, ParamTree
 
 
 class Kind(Enum):
-    """What an array of an optimizer's state is.
+    """Kinds of arrays in an optimizer's state.
 
-    PARAMETER has the shape of its leaf (moments, averages). FACTORED is a leaf's with some dims gone, or of size 1.
-    SCALAR has one element (counters, hyperparameters, the place left empty by a factored moment). OTHER is the rest.
+    PARAMETER has the shape of its leaf (moments, averages). FACTORED has the leaf's shape with some dims removed, or of
+    size 1. SCALAR has one element (counters, hyperparameters, placeholders of factored moments). OTHER is any other.
     """
 
     PARAMETER = "parameter"
@@ -45,13 +45,13 @@ class Role:
 
     Attributes:
       name: its name in checkpoints.
-      leaf: the parameter whose name is in its path; None for counters and for arrays that belong to no one leaf.
-      shape: its logical shape, which is that of the same optimizer on one device.
-      dim, axes: the dim that is split (or padded), and over which mesh axes; (): whole.
-      cuts: those of the leaf whose dim it keeps, as cuts of its own dims.
-      padding: by how much the stored array is larger in `dim`.
-      reason: why.
-      memory: "device", or "pinned_host" where the leaf's optimizer states are offloaded.
+      leaf: the parameter whose name is in its path; None for counters and arrays that belong to no single leaf.
+      shape: its logical shape, as on one device.
+      dim, axes: the dim that is split (or padded), and the mesh axes that split it; (): replicated.
+      cuts: the leaf's cuts of dims that the array keeps, as cuts of the array's dims.
+      padding: number of padded elements along `dim`.
+      reason: why it is sharded so.
+      memory: "device", or "pinned_host" if the leaf's optimizer states are offloaded.
     """
 
     name: str
@@ -77,7 +77,7 @@ class Role:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Roles:
-    """The roles of all arrays of an optimizer's state, in the order of its flattened tree. Immutable, hashable."""
+    """The roles of all arrays of an optimizer's state, in the order of its flattened tree. Hashable."""
 
     arrays: tuple[Role, ...]
 
@@ -108,13 +108,13 @@ class Roles:
 
 
 def abstract_opt_state(layout: Layout, tree: ParamTree, tx: optax.GradientTransformation) -> tuple[Any, Roles]:
-    """Return the shapes of an optimizer's state as it is stored, and the role of each of its arrays.
+    """Return the stored shapes of an optimizer's state, and the role of each of its arrays.
 
-    The structure is what `tx.init` returns for the trained parameters in the user's tree. An array belongs to the
-    parameter whose key path is the longest at the end of its own (`ParamTree.find`).
+    The structure is the result of `tx.init` for the trained parameters in the user's tree. An array belongs to the
+    parameter with the longest key path that is a suffix of the array's path (`ParamTree.find`).
 
     Raises:
-      ValueError: if two arrays would have one name in checkpoints.
+      ValueError: if two arrays have the same name in checkpoints.
     """
     shapes = jax.eval_shape(tx.init, logical_shapes(layout, tree))
     arrays = jax.tree_util.tree_leaves_with_path(shapes)
@@ -123,39 +123,39 @@ def abstract_opt_state(layout: Layout, tree: ParamTree, tx: optax.GradientTransf
     )
     names = collections.Counter(role.name for role in roles.arrays)
     if twice := [name for name, count in names.items() if count > 1]:
-        raise ValueError(f"{twice[0]}: two arrays of the optimizer's state have this name; take the '.' out of a key")
+        raise ValueError(f"{twice[0]}: two arrays of the optimizer's state have this name; remove the '.' from a key")
     return roles.map(lambda role, x: jax.ShapeDtypeStruct(role.stored_shape, x.dtype), shapes), roles
 
 
 def _owner(layout: Layout, tree: ParamTree, path: KeyPath) -> str | None:
-    """Return the parameter that an array belongs to; what is not trained owns none, whatever a key is called."""
+    """Return the trained parameter that an array belongs to; frozen parameters own no arrays."""
     name = tree.find(path)[1]
     return name if name is not None and layout.by_path[name].trainable else None
 
 
 def logical_shapes(layout: Layout, tree: ParamTree) -> Any:
-    """Return the shapes of the trained parameters in the user's tree, as an optimizer is given them."""
+    """Return the logical shapes of the trained parameters in the user's tree, as passed to an optimizer."""
     return tree.build({x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layout.leaves if x.trainable})
 
 
 def array_name(tree: ParamTree, path: KeyPath) -> str:
-    """Return the name in checkpoints of an array of the optimizer's state, by its path there."""
+    """Return the checkpoint name of an array of the optimizer's state from its path."""
     before, leaf, after = tree.find(path)
     return ".".join(part for part in ("opt_state", dotted(before), leaf, dotted(after)) if part)
 
 
 def place(layout: Layout, roles: Roles) -> Roles:
-    """Return the roles that the same optimizer has in another layout of the same model."""
+    """Return the roles of the same optimizer in another layout of the same model."""
     return Roles(tuple(_place(layout, role.name, role.leaf, role.shape) for role in roles.arrays))
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """Write a path inside a pytree as checkpoints do."""
+    """Return a pytree path as a dotted name, as in checkpoints."""
     return ".".join(map(_key_name, path))
 
 
 def param_name(path: tuple[Any, ...]) -> str:
-    """Name a place in the tree of a model's parameters; the value of an NNX variable has the variable's name."""
+    """Return the dotted name of a path in a model's tree of parameters; an NNX value has its variable's name."""
     return dotted(tuple(key for key in path if not isinstance(key, jax.tree_util.GetAttrKey)))
 
 
@@ -167,11 +167,12 @@ def _key_name(key: Any) -> str:
 
 
 def _place(layout: Layout, name: str, owner: str | None, shape: tuple[int, ...]) -> Role:
-    """Decide one array's role.
+    """Return the role of one array.
 
-    A parameter-shaped array stands like the `opt` stage of its leaf, padding included: the update reads both. A
-    factored one keeps the leaf's split dim where that survives unpadded, so that its update moves nothing along it.
-    Any other is split by the rule that parameters follow, but never padded: replicated if no dim divides.
+    A parameter-shaped array is sharded as the `opt` stage of its leaf, including padding, because the update reads
+    both. A factored array keeps the leaf's split dim if it has this dim without padding, so that its update needs no
+    communication along it. Other arrays are split by the rule for parameters, but not padded: they are replicated if
+    no dim divides evenly.
     """
     leaf = layout.by_path.get(owner or "")
     if leaf is not None and shape == leaf.shape:
@@ -192,7 +193,7 @@ def _place(layout: Layout, name: str, owner: str | None, shape: tuple[int, ...])
 
 
 def _kept_cuts(leaf: Leaf | None, kept: tuple[int | None, ...], shape: tuple[int, ...]) -> tuple[Cut, ...]:
-    """Return the cuts of a leaf as cuts of an array that keeps these dims of it."""
+    """Return the cuts of a leaf as cuts of an array that keeps these dims of the leaf."""
     cuts = [] if leaf is None else [cut for cut in leaf.cuts if cut.dim in kept]
     moved = [dataclasses.replace(cut, dim=kept.index(cut.dim)) for cut in cuts]
     return tuple(cut for cut in moved if shape[cut.dim] % cut.parts == 0)
@@ -227,10 +228,10 @@ def _axes(layout: Layout, leaf: Leaf | None) -> tuple[str, ...]:
 
 
 def _kept_dims(shape: tuple[int, ...], leaf: Leaf) -> tuple[int | None, ...] | None:
-    """Return for each dim of an array which dim of its leaf it is (None: an added one); None if it is no such array.
+    """Return for each dim of an array its dim in the leaf (None: added); None if the shapes do not match.
 
-    Where sizes are equal the shape does not tell which dim is gone. The reading in which the split dim survives is
-    taken: if wrong it costs the movement of an array smaller than the leaf, and never a value.
+    If sizes are equal, the shape does not show which dim was removed. Then an interpretation that keeps the split dim
+    is chosen. A wrong choice costs communication of an array smaller than the leaf, but never changes a value.
     """
     extra = len(shape) - len(leaf.shape)
     if extra > 0 and shape[extra:] == leaf.shape:
@@ -240,5 +241,5 @@ def _kept_dims(shape: tuple[int, ...], leaf: Leaf) -> tuple[int | None, ...] | N
     if extra >= 0:
         return None
     dims = itertools.combinations(range(len(leaf.shape)), len(shape))
-    readings = [kept for kept in dims if tuple(leaf.shape[dim] for dim in kept) == shape]
-    return max(readings, key=lambda kept: leaf.dim in kept, default=None)
+    candidates = [kept for kept in dims if tuple(leaf.shape[dim] for dim in kept) == shape]
+    return max(candidates, key=lambda kept: leaf.dim in kept, default=None)

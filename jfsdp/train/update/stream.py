@@ -1,14 +1,14 @@
-"""The update of a state of which a part is in host memory, some parameters at a time.
+"""Updates of states that are partly in host memory, a few parameters at a time.
 
 [Note: streaming]
-XLA's scheduler begins a copy from the host as early as its operands allow. Nothing holds back the copies of an
-optimizer's state, so all of it was on the device at once: on an H200, offloading it saved no byte of the peak
+XLA's scheduler begins a copy from the host as early as its operands allow. The copies of an optimizer's state depend on
+no other operation, so all of it was on the device at once: on an H200, offloading did not reduce peak memory
 (docs/log.md, 2026-11-26). So the update is evaluated parameter by parameter, and the copies of a parameter wait for the
-update of the one WINDOW places before it. Then copies in, arithmetic and copies out overlap, and the device holds the
-states of about WINDOW parameters.
+update of the parameter WINDOW positions earlier. Then copies in, compute and copies out overlap, and the device has the
+states of about WINDOW parameters at a time.
 
-The optimizer is the user's, one function of all parameters. Its trace says which operations an output needs. What
-several parameters share (a norm, a counter) is evaluated for the first of them, with all that it reads.
+The user's optimizer is one function of all parameters. Its trace shows which operations each output needs. Operations
+that several parameters share (a norm, a counter) are evaluated for the first of them, with all their inputs.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ WINDOW = 2
 
 
 def stream(update: Callable[[TrainState], TrainState], state: TrainState, begin: jax.Array | None) -> TrainState:
-    """Return `update(state)`, inside a `jit`; each array of the result is in the memory of its predecessor.
+    """Return `update(state)`, inside a `jit`, with each array in the memory of its predecessor.
 
-    Where nothing is in host memory, this is a call of `update`.
+    If no array is in host memory, this calls `update`.
 
-    Cost:    a copy from the host of each array that an update needs, and one back.
-    Memory:  the arrays in host memory of about WINDOW parameters at a time.
+    Cost:    a copy from the host and one back for each offloaded array that the update reads.
+    Memory:  on the device, the offloaded arrays of about WINDOW parameters at a time.
 
     Args:
-      update: sees all arrays on the device, and returns a state of the same structure.
-      begin: an array on the device that must be there before the first copy begins; None: nothing is waited for. XLA
-        cannot compile the waiting for GPUs that are only described (JAX 0.11, 0.12): it would copy from host to host.
+      update: receives all arrays on the device, and returns a state of the same structure.
+      begin: a device array that must be computed before the first copy begins; None: do not wait. For GPUs that are
+        only described, XLA cannot compile the dependency (JAX 0.11, 0.12): it would copy from host to host.
     """
     old, tree = jax.tree.flatten(state)
     if not any(map(is_on_host, old)):
@@ -48,11 +48,11 @@ def stream(update: Callable[[TrainState], TrainState], state: TrainState, begin:
     closed = with_opened(jax.make_jaxpr(update)(shapes), is_jit)  # optax compiles sums over all parameters
     reader, owners = _Reader(closed, old, begin), jax.tree.leaves(_owners(state))
     new: list[Any] = [None] * len(old)
-    for owner in sorted(set(owners), key=lambda owner: (not owner, owners.index(owner))):  # what has none comes last
-        places = [place for place, other in enumerate(owners) if other == owner]
-        values = reader.read([closed.jaxpr.outvars[place] for place in places])
-        for place, value in zip(places, values, strict=True):
-            new[place] = value if value is old[place] else _like_memory(old[place], value)
+    for owner in sorted(set(owners), key=lambda owner: (not owner, owners.index(owner))):  # without owner: last
+        indices = [i for i, other in enumerate(owners) if other == owner]
+        values = reader.read([closed.jaxpr.outvars[i] for i in indices])
+        for i, value in zip(indices, values, strict=True):
+            new[i] = value if value is old[i] else _like_memory(old[i], value)
     return tree.unflatten(new)
 
 
@@ -61,7 +61,7 @@ def _like_memory(old: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def _owners(state: TrainState) -> TrainState:
-    """Return the parameter to which each array of a state belongs, "" for none, as a state."""
+    """Return the parameter that each array of a state belongs to ("" for none), as a state."""
     return dataclasses.replace(
         jax.tree.map(lambda _: "", state),
         params={path: path for path in state.params},
@@ -71,19 +71,19 @@ def _owners(state: TrainState) -> TrainState:
 
 
 class _Reader:
-    """Evaluates outputs of a trace, with the operations that they need and no others yet; each operation once."""
+    """Evaluates outputs of a trace on demand: only the operations that they need, and each once."""
 
     def __init__(self, closed: Any, inputs: list[jax.Array], begin: jax.Array | None):
         self._jaxpr = closed.jaxpr
         self._inputs = dict(zip(closed.jaxpr.invars, inputs, strict=True))
         self._values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-        self._made_by = {var: place for place, eqn in enumerate(closed.jaxpr.eqns) for var in eqn.outvars}
+        self._made_by = {var: i for i, eqn in enumerate(closed.jaxpr.eqns) for var in eqn.outvars}
         self._waits, self._finished = begin is not None, collections.deque([begin] * WINDOW, maxlen=WINDOW)
 
     def read(self, outvars: list[Any]) -> list[Any]:
-        """Return the values of outputs; an input that nothing reads is returned where it is."""
-        for place in self._needed(outvars):
-            eqn = self._jaxpr.eqns[place]
+        """Return the values of outputs; an input that is returned unchanged stays in its memory."""
+        for i in self._needed(outvars):
+            eqn = self._jaxpr.eqns[i]
             given = [None if is_literal(atom) else self._read(atom) for atom in eqn.invars]
             values = run_alone(self._jaxpr, eqn, given)
             self._values.update(zip(eqn.outvars, values, strict=True))
@@ -93,7 +93,7 @@ class _Reader:
         return found
 
     def _needed(self, outvars: Iterable[Any]) -> list[int]:
-        """Return the places of the operations that outputs need and that were not evaluated yet, in order."""
+        """Return the indices, in order, of the operations that outputs need and that were not evaluated yet."""
         found: set[int] = set()
         waiting = list(outvars)
         while waiting:

@@ -1,4 +1,4 @@
-"""From mean gradients to the next state: the optimizer, the guard against what is not finite, and where memory is."""
+"""Update of a state with mean gradients: optimizer, guard against non-finite values, and memory kinds."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from jfsdp.train.update.stream import stream
 
 @dataclasses.dataclass(frozen=True)
 class Update:
-    """Bring a state one step further, inside a `jit`.
+    """Computes the next state from gradients, inside a `jit`.
 
     Attributes:
       optimizer: the optimizer on stored arrays.
-      loss_scale: how the loss was scaled; None: it was not.
-      skip_nonfinite: leave the state as it was where something is not finite; with a loss scale that is so anyway.
+      loss_scale: the scale of the loss; None: not scaled.
+      skip_nonfinite: keep the state unchanged if the step is not finite. Implied by a loss scale.
     """
 
     optimizer: ShardedOptimizer
@@ -41,10 +41,10 @@ class Update:
         """Return the next state.
 
         Args:
-          grads: of the mean loss, by the names of `state.params`, on the device in the layout of stage `opt`.
-          is_finite: whether the step is to be taken, where that is asked.
+          grads: gradients of the mean loss by the names of `state.params`, on the device in the layout of stage `opt`.
+          is_finite: scalar; with `skip_nonfinite` or a loss scale, False skips the step.
           model_state: the model's other state after the step.
-          extra: what the optimizer's update is given besides gradients, state and parameters.
+          extra: extra arguments of the optimizer's update, besides gradients, state and parameters.
         """
         grads = {path: grad.astype(state.layout.by_path[path].dtype) for path, grad in grads.items()}
 
@@ -56,7 +56,7 @@ class Update:
         return stream(update, state, is_finite if is_there(self.optimizer.engine.mesh) else None)
 
     def _update(self, state: TrainState, grads: Arrays, extra: Mapping[str, Any]) -> TrainState:
-        """Update each parameter where the optimizer's states are, then bring it back to where it rests."""
+        """Update each parameter in the layout of its optimizer states, then bring it to the layout of `param`."""
         engine = self.optimizer.engine
         params = engine.constrain(trainable(state.layout, state.params), "opt")
         updates, opt_state = self.optimizer.update(grads, state.opt_state, params, extra)
@@ -66,7 +66,7 @@ class Update:
         return dataclasses.replace(state, params=state.params | masters, work=work, opt_state=opt_state)
 
     def _guard(self, old: TrainState, new: TrainState, is_finite: jax.Array) -> TrainState:
-        """Keep the old state where the step is not to be taken, and move the loss scale."""
+        """Keep the old state if the step is skipped, and update the loss scale."""
         if self.loss_scale is None and not self.skip_nonfinite:
             return new
 
@@ -77,10 +77,10 @@ class Update:
 
 
 def lend_host_params(state: TrainState) -> tuple[TrainState, dict[str, dict[str, Any]]]:
-    """Part a state into what a step may overwrite, and parameters in host memory, which it reads several times.
+    """Split a state into arrays that a step donates, and parameters in host memory, which it reads several times.
 
-    XLA:GPU (JAX 0.10.2, 0.12) cannot compile a donated host buffer that is read more than once: the copy that keeps the
-    readers from the writer would be one from host to host. So these are freed after the step.
+    XLA:GPU (JAX 0.10.2, 0.12) cannot compile a donated host buffer that is read more than once: the copy that protects
+    the readers from the write would be from host to host. So these are not donated, but freed after the step.
     """
 
     def on_host(values: Mapping[str, Any], stage: str) -> dict[str, Any]:
@@ -92,21 +92,22 @@ def lend_host_params(state: TrainState) -> tuple[TrainState, dict[str, dict[str,
 
 
 def with_lent(state: TrainState, lent: Mapping[str, Arrays]) -> TrainState:
-    """Put together, inside a `jit`, what `lend_host_params` parted, and say in its type what is in host memory."""
+    """Join the parts of `lend_host_params`, inside a `jit`, and add host memory to the types of offloaded arrays."""
     whole = {name: getattr(state, name) | values for name, values in lent.items()}
     state = dataclasses.replace(state, **whole)
     return jax.tree.map(_in_memory, state, state_memories(state))
 
 
 def _in_memory(value: jax.Array, memory: str) -> jax.Array:
-    """Say in its type that an argument stands in host memory: JAX (0.10.2, 0.12) leaves that out when a step is lowered
-    for shapes. Moves no data: that is where it stands.
+    """Add host memory to the type of an argument: JAX (0.10.2, 0.12) omits it if a step is lowered for shapes.
+
+    Moves no data: the argument is in host memory.
     """
     return jax.device_put(value, jax.memory.Space.Host) if memory == HOST and not is_on_host(value) else value
 
 
 def clip_by_norm(grads: Mapping[str, Any], norm: jax.Array, max_norm: float | None) -> dict[str, Any]:
-    """Scale gradients so that their global norm is at most `max_norm`. Moves no data: the norm is there already."""
+    """Scale gradients so that their global norm is at most `max_norm`. No communication: the norm is an argument."""
     if max_norm is None:
         return dict(grads)
     scale = jnp.minimum(1.0, max_norm / norm)
