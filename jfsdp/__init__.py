@@ -1,6 +1,6 @@
-"""Fully Sharded Data Parallel for JAX. The public names; each is loaded when it is first used.
+"""Fully Sharded Data Parallel for JAX: the public names, imported on first use.
 
-More are in namespaces: `jfsdp.checkpoint`, `jfsdp.optim`, `jfsdp.peft`, `jfsdp.plan`, `jfsdp.trainer`.
+Other public names are in `jfsdp.checkpoint`, `jfsdp.optim`, `jfsdp.peft`, `jfsdp.plan` and `jfsdp.trainer`.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What public functions take: their annotations, checked at the call, so that no wrong argument gets further."""
+"""Checks of the arguments of public functions against their annotations."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
-# A number with its least value, and perhaps its greatest.
+# A number with its minimum, and optionally its maximum.
 Count = Annotated[int, 1]
 Size = Annotated[int, 0]
 Seed = Annotated[int, 0, 2**31 - 1]
@@ -23,7 +23,7 @@ PathLike = str | os.PathLike[str]
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return ` (did you mean 'full_shard'?)` with the closest of known names; empty where none is close."""
+    """Return ` (did you mean 'full_shard'?)` with the closest known name; empty if none is close."""
     close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
@@ -32,7 +32,7 @@ Public = TypeVar("Public", bound=Callable[..., Any])
 
 _UNIONS = (typing.Union, types.UnionType)
 _PLAIN = (str, bytes, int, float, complex, type(None))
-_IN_WORDS: dict[Any, str] = {
+_DESCRIPTIONS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
     bool: "True or False",
@@ -43,20 +43,20 @@ _IN_WORDS: dict[Any, str] = {
     "GradientTransformation": "an optax transformation, such as optax.adamw(3e-4)",
     "MixedPrecisionPolicy": "a MixedPrecisionPolicy, such as jfsdp.MixedPrecisionPolicy('bfloat16')",
     "Mesh": "a mesh of jfsdp.make_mesh",
-    "TrainState": "a TrainState, as model.init, jfsdp.checkpoint.restore and a step return it",
+    "TrainState": "a TrainState, as returned by model.init, jfsdp.checkpoint.restore or a step",
 }
 
 
 def checked(public: Public) -> Public:
     """Check the arguments of a function, or of a class's constructor and public methods, against their annotations.
 
-    No bool is a number, and neither is NaN; numbers of numpy are, and arrays without dims. Lists and dicts
-    are checked item by item. What is annotated by Any or a protocol, and `**extra`, is left to the function.
+    NumPy numbers and arrays without dims are numbers; bools and NaN are not. Lists and dicts are checked item by item.
+    Arguments annotated by Any or a protocol, and `**extra`, are not checked.
 
     Raises:
-      TypeError: for a value of a wrong type, naming the argument, the value, and what it must be; for an argument
-        that is unknown, missing, or one too many, naming it, and those there are.
-      ValueError: for a number out of range, likewise.
+      TypeError: for a value of a wrong type, naming the argument, its value and the allowed values; for an argument
+        that is unknown, missing or one too many, naming it and the function's arguments.
+      ValueError: for a number out of range, with the same facts.
     """
     if isinstance(public, type):
         for name, member in list(vars(public).items()):
@@ -66,26 +66,26 @@ def checked(public: Public) -> Public:
     signature = inspect.signature(public)
     known = [name for name, x in signature.parameters.items() if x.kind != x.VAR_KEYWORD and name != "self"]
     hints = functools.cache(lambda: typing.get_type_hints(public, include_extras=True))
-    who = public.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+    function = public.__qualname__.removesuffix(".__init__").rpartition(".")[2]
 
     @functools.wraps(public)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             given = signature.bind(*args, **kwargs).arguments
         except TypeError as error:
-            raise TypeError(f"{who}: {error}; its arguments are {', '.join(known)}") from None
+            raise TypeError(f"{function}: {error}; its arguments are {', '.join(known)}") from None
         for name in known:
             if name in given and (problem := find_problem(name, given[name], hints().get(name, Any))):
-                raise type(problem)(f"{who}: {problem}")
+                raise type(problem)(f"{function}: {problem}")
         return public(*args, **kwargs)
 
     return typing.cast(Public, call)
 
 
 def find_problem(name: str, value: Any, hint: Any) -> Exception | None:
-    """Return the error of a value for an annotation, or of the first wrong one in it.
+    """Return the error of a value that does not match an annotation, or of its first such item; None if it matches.
 
-    It is a ValueError where only a range is wrong, else a TypeError. The texts of wrong values begin with `name`.
+    A number out of range is a ValueError, other errors are TypeErrors. Messages begin with `name`.
     """
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     wrong = functools.partial(_wrong, name, value, hint)
@@ -111,8 +111,8 @@ def find_problem(name: str, value: Any, hint: Any) -> Exception | None:
             filter(None, (find_problem(f"{name}[{at}]", *one) for at, one in enumerate(zip(value, inner)))), None
         )
     if isinstance(value, Mapping) and issubclass(kind, Mapping):
-        words = f"a key must be {_in_words(inner[0])}"
-        keys = [TypeError(f"{name}[{key!r}]: {words}") for key in value if find_problem("", key, inner[0])]
+        rule = f"a key must be {_describe(inner[0])}"
+        keys = [TypeError(f"{name}[{key!r}]: {rule}") for key in value if find_problem("", key, inner[0])]
         values = (find_problem(f"{name}[{key!r}]", x, inner[1]) for key, x in value.items())
         return next(filter(None, (*keys, *values)), None)
     if issubclass(kind, Mapping) or isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Collection):
@@ -124,11 +124,11 @@ def _wrong(name: str, value: Any, hint: Any, error: type[Exception]) -> Exceptio
     given = f"={value!r:.80}" if isinstance(value, _PLAIN) else f" (a {type(value).__name__})"
     if isinstance(value, type):
         given = f" (class {value.__name__})"
-    return error(f"{name}{given} must be {_in_words(hint)}")
+    return error(f"{name}{given} must be {_describe(hint)}")
 
 
 def _is(value: Any, kind: Any) -> bool:
-    is_bool = type(value).__name__ in ("bool", "bool_")  # the latter of numpy
+    is_bool = type(value).__name__ in ("bool", "bool_")  # bool_ is NumPy's
     if kind is bool:
         return is_bool
     if kind in (int, float):
@@ -139,58 +139,58 @@ def _is(value: Any, kind: Any) -> bool:
         return is_number and not is_bool and value == value
     if kind is Any or not isinstance(kind, type) or getattr(kind, "_is_protocol", False):
         return True
-    if kind.__name__.rpartition(".")[2] == "Array":  # of JAX: what has a shape will do
+    if kind.__name__.rpartition(".")[2] == "Array":  # JAX's: accepts anything with a shape
         return hasattr(value, "shape")
-    if hasattr(kind, "_fields"):  # of optax: what has the same functions will do
+    if hasattr(kind, "_fields"):  # optax's: accepts anything with the same functions
         return not isinstance(value, type) and all(callable(getattr(value, name, None)) for name in kind._fields)
     return isinstance(value, kind)
 
 
 def is_traced(value: Any) -> bool:
-    """Tell a number that is not known yet: JAX's, inside a trace."""
+    """Return whether a value is a JAX tracer, whose number is not known."""
     return any(kind.__name__ == "Tracer" for kind in type(value).__mro__)
 
 
-def _in_words(hint: Any) -> str:
+def _describe(hint: Any) -> str:
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind in _UNIONS:
-        return " or ".join(dict.fromkeys(map(_in_words, inner)))
+        return " or ".join(dict.fromkeys(map(_describe, inner)))
     if kind is Annotated:
         least, *most = hint.__metadata__
-        return f"{_in_words(inner[0])}, {f'{least} to {most[0]}' if most else f'at least {least}'}"
+        return f"{_describe(inner[0])}, {f'{least} to {most[0]}' if most else f'at least {least}'}"
     if kind is tuple and inner[-1] is not Ellipsis:
-        return f"a tuple of {' and '.join(map(_in_words, inner))}"
+        return f"a tuple of {' and '.join(map(_describe, inner))}"
     if inner and issubclass(kind, Collection):
-        of = "" if inner[0] is Any else f" of {_in_words(inner[0])}"
+        of = "" if inner[0] is Any else f" of {_describe(inner[0])}"
         return "a dict" if issubclass(kind, Mapping) else f"a list{of}"
     name = getattr(kind, "__name__", str(kind)).rpartition(".")[2]
-    return _IN_WORDS.get(kind) or _IN_WORDS.get(name, f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
+    return _DESCRIPTIONS.get(kind) or _DESCRIPTIONS.get(name, f"{'an' if name[0] in 'AEIOU' else 'a'} {name}")
 
 
 def check_call(what: str, function: Any, *given: str, remedy: str = "") -> None:
-    """Refuse a function of the user's that does not take what it will be called with.
+    """Check that a user's function accepts the arguments that it will be called with.
 
     Raises:
-      ValueError: naming that.
+      ValueError: naming these arguments.
     """
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # of what is written in C there may be none
+    except (TypeError, ValueError):  # functions written in C may have no signature
         return
     try:
         signature.bind(*given)
     except TypeError as error:
         raise ValueError(
-            f"{what} is called as f({', '.join(given)}), and takes something else: {error}{remedy}"
+            f"{what} is called as f({', '.join(given)}), and takes other arguments: {error}{remedy}"
         ) from None
 
 
 def ask(what: str, predicate: Callable[..., Any], **given: Any) -> bool:
-    """Return what a predicate of the user's says.
+    """Return the result of a user's predicate.
 
     Raises:
-      ValueError: if it takes something else.
-      TypeError: if it says neither True nor False.
+      ValueError: if it takes other arguments.
+      TypeError: if it returns neither True nor False.
     """
     check_call(what, predicate, *given)
     answer = predicate(*given.values())

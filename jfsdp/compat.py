@@ -1,7 +1,7 @@
-"""Imports and version branches of what is private or unstable in JAX, XLA and grain; each has a test.
+"""Private and unstable imports and version branches of JAX, XLA and grain; each has a test.
 
-Of Flax the like stands in modules/, the one room that imports it; of orbax in checkpoint/disk/writer.py, on its public
-extension points.
+Those of Flax are in modules/, the only package that imports it. checkpoint/disk/writer.py uses the public extension
+points of orbax.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from jfsdp.extras import installed_version, load
 __all__ = ["ClosedJaxpr", "Literal", "core", "dce_jaxpr", "define_prng_impl"]
 
 
-# Primitives of JAX's attention by cuDNN, whose results are not those of a dot_general.
+# Primitives of JAX's cuDNN attention; its matrix products are not dot_general operations.
 FUSED_ATTENTION = ("dot_product_attention_fwd_wrapper", "dot_product_attention_fp8_fwd_wrapper")
 
 _NOT_THE_USERS = tuple(f"{os.path.dirname(os.path.abspath(file))}{os.sep}" for file in (__file__, jax.__file__))
 
 
 def warn(message: str, category: type[Warning] = UserWarning) -> None:
-    """Warn at the line of the user's program: the first one above that is neither jfsdp's nor JAX's."""
-    # From Python 3.12 on warnings.warn does this itself: skip_file_prefixes.
+    """Warn at the user's line: the innermost frame outside of jfsdp and JAX."""
+    # From Python 3.12 on, warnings.warn has skip_file_prefixes for this.
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1
@@ -40,17 +40,17 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
 
 
 def manual_axes(eqn: Any) -> frozenset[str]:
-    """Return the mesh axes over which the equation of a `shard_map` maps; {"?"} where it does not say."""
-    # JAX 0.9 and before say `manual_axes`.
+    """Return the mesh axes over which the equation of a `shard_map` maps; {"?"} if unknown."""
+    # The parameter is `manual_axes` up to JAX 0.9.
     return frozenset(map(str, eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", "?"))))
 
 
 def pipelining(*kinds: str, is_on: bool = True) -> dict[str, Any]:
-    """Return the options of XLA:GPU that move collectives of a loop by one iteration, as this JAX's XLA names them.
+    """Return the options of this XLA:GPU that pipeline the collectives of loops by one iteration.
 
     Args:
       kinds: "all_gather", "all_reduce", "reduce_scatter".
-      is_on: False takes the option away.
+      is_on: False unsets the option.
     """
     if jax.__version_info__ < (0, 11):
         return {f"xla_gpu_enable_pipelined_{kind}": is_on or None for kind in kinds}
@@ -58,37 +58,37 @@ def pipelining(*kinds: str, is_on: bool = True) -> dict[str, Any]:
 
 
 def misorders_offloads() -> bool:
-    """Return whether this XLA:GPU reads values that a loop offloads in the wrong order (openxla/xla#46231).
+    """Return whether this XLA:GPU reads offloaded values of a loop in the wrong order (openxla/xla#46231).
 
-    Layer i of the backward gets what layer n-1-i saved. Seen in the programs of jaxlib 0.10.2, and mended in 0.11.1.
+    Layer i of the backward reads the values of layer n-1-i. Seen in jaxlib 0.10.2, and fixed in 0.11.1.
     """
     return tuple(map(int, re.findall(r"\d+", installed_version("jaxlib") or "")[:3])) < (0, 11, 1)
 
 
-_UNDER_WAY: collections.deque[jax.Array] = collections.deque()
-MAX_UNDER_WAY = 8
+_RUNNING: collections.deque[jax.Array] = collections.deque()
+MAX_RUNNING = 8
 
 
-def keep_pace(found: jax.Array) -> None:
-    """Wait until at most MAX_UNDER_WAY programs behind the arrays given here are under way on simulated CPU devices.
+def keep_pace(result: jax.Array) -> None:
+    """Wait until at most MAX_RUNNING of the programs that computed the arrays passed here run on simulated CPU devices.
 
-    Before JAX 0.12 several CPU devices hang once over 32 programs of one device are under way: threads that carry out
-    programs wait for room on a device, and none is left for those that would make it. docs/log.md, 2026-11-23.
+    Before JAX 0.12, several CPU devices deadlock if more than 32 programs of one device are running: all threads wait
+    for a slot on a device, and none is left to run the programs that would free one. See docs/log.md, 2026-11-23.
     """
     if jax.__version_info__ >= (0, 12):
         return
-    devices = found.sharding.device_set
+    devices = result.sharding.device_set
     if len(devices) == 1 or next(iter(devices)).platform != "cpu":
         return
-    _UNDER_WAY.append(found)
-    while len(_UNDER_WAY) > MAX_UNDER_WAY:
-        first = _UNDER_WAY.popleft()
+    _RUNNING.append(result)
+    while len(_RUNNING) > MAX_RUNNING:
+        first = _RUNNING.popleft()
         if not first.is_deleted():
             first.block_until_ready()
 
 
 def describe_topology(topology: str, target_config: str) -> Any:
-    """Return GPUs that are not there, for compiling: `topology` is domains x hosts x GPUs per host."""
+    """Return a description of GPUs to compile for: `topology` is domains x hosts x GPUs per host."""
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(
@@ -97,24 +97,24 @@ def describe_topology(topology: str, target_config: str) -> Any:
 
 
 def reset_compilation_cache() -> None:
-    """Make JAX read the settings of its persistent compilation cache anew."""
+    """Make JAX read the settings of its persistent compilation cache again."""
     from jax.experimental.compilation_cache import compilation_cache
 
     compilation_cache.reset_cache()
 
 
 def gather_from_processes(value: Any) -> Any:
-    """Return an array of every process, stacked in their order. Cost: an all-gather; every process must call it."""
+    """Return the arrays of all processes, stacked. Cost: an all-gather; every process must call it."""
     from jax.experimental import multihost_utils
 
     return multihost_utils.process_allgather(value)
 
 
 def coordination_store() -> tuple[Any, int, int]:
-    """Return the key-value store that the processes of a run share, which of them this is, and how many there are.
+    """Return the key-value store of the run's processes, the index of this process, and the number of processes.
 
-    The store has `key_value_set`, which refuses a key that is there, and `key_value_try_get`, which raises for one that
-    is not. None for one process.
+    `key_value_set` of the store raises for an existing key, and `key_value_try_get` for a missing one. The store is
+    None with one process.
     """
     from jax.experimental import multihost_utils
 
@@ -123,5 +123,5 @@ def coordination_store() -> tuple[Any, int, int]:
 
 
 def grain_experimental() -> Any:
-    """Return what grain calls experimental: packing, windowed shuffling, padding of last batches, a reading thread."""
+    """Return grain's experimental module: packing, windowed shuffling, padding of last batches, a reading thread."""
     return load("grain").experimental

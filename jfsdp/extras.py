@@ -1,4 +1,4 @@
-"""Which packages are installed; what the command line and the training script need beyond the library: extras."""
+"""Installed packages, and the extras of the command line and the training script."""
 
 import importlib.metadata
 from importlib.util import find_spec
@@ -12,12 +12,12 @@ EXTRAS |= {"wandb": ("wandb",), "mlflow": ("mlflow",)}
 
 
 def install_command(extra: str) -> str:
-    """Say how to install an extra: jfsdp is on no package index, and constraints.txt holds versions that fit."""
+    """Return the command that installs an extra. jfsdp is not on a package index; constraints.txt pins versions."""
     return f"in the clone of jfsdp: pip install '.[{extra}]' -c constraints.txt"
 
 
 def installed_version(distribution: str) -> str | None:
-    """Return the version of an installed distribution; None: it is not installed."""
+    """Return the version of a distribution, or None if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -25,14 +25,14 @@ def installed_version(distribution: str) -> str | None:
 
 
 class MissingExtra(ImportError):
-    """A part of jfsdp was asked for whose packages are not installed."""
+    """The packages of an extra are not installed."""
 
 
 def need(extra: str) -> None:
-    """Check that the packages of an extra are there. Imports none of them.
+    """Check that the packages of an extra are installed, without importing them.
 
     Raises:
-      MissingExtra: naming what is missing, and the command that installs it.
+      MissingExtra: naming the missing packages, and the command that installs them.
     """
     missing = [name for name in EXTRAS[extra] if find_spec(name) is None]
     if missing:

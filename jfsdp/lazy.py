@@ -1,4 +1,4 @@
-"""Packages whose names are loaded when they are first used."""
+"""Packages whose public names are imported on first use."""
 
 from __future__ import annotations
 
@@ -13,9 +13,8 @@ from typing import Any
 def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return a package's `__getattr__`, `__dir__` and `__all__`, read from the `if TYPE_CHECKING` block of its file.
 
-    The imports in that block are the only table of public names and where they are defined, so a package needs its
-    sources, which wheels have. Submodules that the package imports from itself resolve too, and are not part of
-    `__all__`.
+    The imports in that block are the only list of public names and their modules, so a package needs its source files,
+    which wheels have. Submodules that the package imports from itself are also found, but are not in `__all__`.
     """
     (block,) = [node for node in ast.parse(Path(file).read_text(encoding="utf-8")).body if isinstance(node, ast.If)]
     imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]

@@ -1,4 +1,4 @@
-"""What goes beyond optax: moments in low precision, averages, optimizers in turns, the scale of a float16 loss."""
+"""Additions to optax: moments in low precision, averages, alternating optimizers, the loss scale of float16."""
 
 from jfsdp.layout.loss_scale import LossScale
 from jfsdp.train.update.alternate import alternate

@@ -1,4 +1,4 @@
-"""Adapters as PEFT's files have them."""
+"""Adapters in the file format of PEFT."""
 
 from jfsdp.checkpoint.foreign.peft import export_peft, read_loras
 

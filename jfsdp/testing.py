@@ -1,4 +1,4 @@
-"""For test suites of those who use jfsdp: assertions about compiled steps. Imports no test framework."""
+"""Assertions about compiled steps, for users' test suites. Imports no test framework."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def assert_collectives(
     calls: Mapping[str, Size] | None = None,
     trace: Trace | None = None,
 ) -> None:
-    """Assert that a compiled training step moves what its layout says, and no more.
+    """Assert that a compiled training step has the collectives that its layout requires, and no others.
 
     Args:
       compiled: `step.lower(model.abstract_state(tx), batch).compile()`, or its text.
-      tolerance: by how much the bytes on the wire may exceed theory.
-      min_overlap: the least share of the collective bytes in loops that must have a matmul to hide behind; a program
-        without such bytes fails too.
-      spec: of the step, `step.spec`; None: one microbatch of program "manual".
+      tolerance: relative excess of the sent bytes over theory that is allowed.
+      min_overlap: the minimum share of the collective bytes in loops that can overlap with a matmul; a program without
+        such bytes fails too.
+      spec: the spec of the step, `step.spec`; None: one microbatch of program "manual".
       calls, trace: as in `jfsdp.plan.audit`.
 
     Raises:
-      AssertionError: listing what was found, each by the name of its trap; see `jfsdp.plan.traffic.checks`.
-      ValueError: for a program that is not scheduled HLO, or is of another number of devices than the layout's mesh.
+      AssertionError: listing the findings by the name of their check; see `jfsdp.plan.traffic.checks`.
+      ValueError: for a program that is not scheduled HLO, or whose number of devices differs from the layout's mesh.
     """
     from jfsdp.plan.traffic.audit import audit
 

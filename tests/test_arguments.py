@@ -191,7 +191,7 @@ WRONG_VALUES = {
     "unit '': per_unit sets its loss_scale": lambda: shard(per_unit={"": {"mp_policy": SCALED}}),
     "is called as f(path, shape), and takes": lambda: shard(placements={"**": lambda path: None}),
     "frozen <lambda> is called as f(path, shape), and takes": lambda: shard(frozen=lambda path: True),
-    "model is called as f(rngs), and takes something else": lambda: fully_shard(lambda: 3),
+    "model is called as f(rngs), and takes other arguments": lambda: fully_shard(lambda: 3),
     "model Linear is not made of rngs alone": lambda: fully_shard(nnx.Linear),
     "lambda rngs: Linear(...)": lambda: fully_shard(nnx.Linear),
     "lambda rngs: RngsByName(...)": lambda: fully_shard(RngsByName),

@@ -43,7 +43,7 @@ def test_few_steps_are_under_way_on_simulated_devices():
         state, metrics = step(state, batch)
         found.append(metrics["loss"])
         if jax.__version_info__ < (0, 12):
-            assert all(loss.is_ready() for loss in found[: -compat.MAX_UNDER_WAY])
+            assert all(loss.is_ready() for loss in found[: -compat.MAX_RUNNING])
 
 
 def test_xla_takes_the_options_of_this_version():
