@@ -84,7 +84,7 @@ def as_loss(value: Any) -> Loss:
     dtype = jnp.promote_types(total.dtype, jnp.float32)
     if isinstance(given.weight, (int, float)) and not 0 < given.weight < math.inf:
         raise ValueError(
-            f"loss_fn: the weight is the constant {given.weight}; compute it from the rows that the loss receives "
+            f"loss_fn: the weight is {given.weight}, a constant; compute it from the rows that the loss receives "
             "(such as mask.sum()), or return the scalar mean"
         )
     if not jnp.issubdtype(total.dtype, jnp.floating):

@@ -220,7 +220,7 @@ def _remedy(gradients: Gradients, problem: str) -> str:
     if "loss_fn: aux" in problem:
         return f"as an aux value return {METRIC}, of the rows that the loss receives"
     keep = "the scalar mean (return mean, aux), which is computed from the rows of all devices"
-    keep += "" if gradients.config.accumulate == 1 else " (of one microbatch; the loss is the mean over microbatches)"
+    keep += "" if gradients.config.accumulate == 1 else " (of a microbatch; the loss is the mean over them)"
     needs = check_needs(gradients.apply.layout, gradients.config)
     needs += ["program='manual'"] if gradients.config.program == MANUAL else []
     other = f", and remove {' and '.join(needs)}" if needs else ""
