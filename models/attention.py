@@ -1,4 +1,4 @@
-"""What the attention of all models here shares: the choice of the kernel, the mask and the positions of packed rows."""
+"""Attention shared by the models: choice of the kernel, masks and positions of packed rows."""
 
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -12,7 +12,7 @@ from .cudnn import FORWARD, binding, is_at_least, packed_attention
 
 AttentionChoice = Literal["auto", "xla", "cudnn"]
 
-# Of longer rows no whole mask is made, and no whole scores; see [Note: long rows by parts].
+# Longer rows are computed in parts, without whole masks or scores; see [Note: long rows by parts].
 LONGEST_WHOLE = 8192
 QUERIES = 2048
 
@@ -29,7 +29,7 @@ def document_positions(segment_ids: jax.Array) -> jax.Array:
 
 
 def document_mask(segment_ids: jax.Array | None) -> jax.Array | None:
-    """Let a token see its own document only; padding (0) sees padding, so that no row of the softmax is empty.
+    """Return a mask in which a token sees only its document; padding (0) sees padding, so no softmax row is empty.
 
     Layout:  [B T] -> [B 1 T T] bool; None stays None.
     """
@@ -37,10 +37,10 @@ def document_mask(segment_ids: jax.Array | None) -> jax.Array | None:
 
 
 class Documents(NamedTuple):
-    """Where the documents of packed rows are, for a kernel that needs no mask; see models/cudnn.py.
+    """Positions of the documents in packed rows, for a kernel that needs no mask; see models/cudnn.py.
 
     Attributes:
-      lengths, starts: [B M] int32, of each document in order; -1 where a row has fewer.
+      lengths, starts: [B M] int32, length and start of each document in order; -1 for absent documents.
     """
 
     lengths: jax.Array
@@ -48,7 +48,7 @@ class Documents(NamedTuple):
 
 
 def find_documents(segment_ids: jax.Array, most: int) -> Documents:
-    """Measure the runs of equal segment ids, of which a row has at most `most`; padding at a row's end is one too.
+    """Return the runs of equal segment ids, at most `most` per row, including padding at the end.
 
     Layout:  [B T] -> two of [B M]
     """
@@ -59,62 +59,63 @@ def find_documents(segment_ids: jax.Array, most: int) -> Documents:
 
 
 def check_documents(segment_ids: Any, most: int | None) -> None:
-    """Refuse rows of more documents than the model takes. For batches of your own, on the host, before a step.
+    """Check the number of documents per row. For custom batches, on the host, before a step.
 
-    Inside a step nothing can be refused: where documents are counted, the loss of such rows is NaN.
+    A step cannot raise: if documents are passed by position, the loss of rows with too many documents is NaN.
 
     Args:
       segment_ids: [B T], a NumPy array; padding counts as a document.
       most: the config's `documents_per_row`; None: any number.
 
     Raises:
-      ValueError: names the row, how many it has, and the remedies.
+      ValueError: naming the row, its number of documents, and the remedies.
     """
     ids = np.asarray(segment_ids)
     counts = 1 + np.count_nonzero(ids[:, 1:] != ids[:, :-1], axis=1)
     if most is not None and counts.size and counts.max() > most:
         raise ValueError(
-            f"row {counts.argmax()} of the batch has {counts.max()} documents (padding counts as one), and the model "
-            f"takes documents_per_row={most}; end rows earlier, or raise it in the model's config"
+            f"row {counts.argmax()} of the batch has {counts.max()} documents (padding counts as one), but the model "
+            f"supports documents_per_row={most}; end rows earlier, or raise documents_per_row in the model's config"
         )
 
 
 def _runs(segment_ids: jax.Array) -> jax.Array:
-    """Count the runs of equal segment ids before the one of each token. Layout: [B T] -> [B T] int32."""
+    """Return for each token the index of its run of equal segment ids. Layout: [B T] -> [B T] int32."""
     is_start = segment_ids[:, 1:] != segment_ids[:, :-1]
     return jnp.pad(jnp.cumsum(is_start, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
 
 
 # [Note: choosing the attention kernel]
-# `implementation=None` of jax.nn.dot_product_attention means XLA's (JAX 0.10 to 0.12), which materialises [B H T T]
-# scores. "auto" therefore decides here, when the model is traced: cuDNN where that is for NVIDIA GPUs from Ampere on
-# and `_cudnn_serves` holds, else XLA. A model cannot see for which devices it is traced; `jax.default_device` says it
-# where it is set (a plan sets it to a GPU that is not there), else the default backend of this process.
-# With segment ids cuDNN is told where documents are on GPUs from Hopper on. Elsewhere, and for what it does not take,
-# both kernels read a [B 1 T T] mask (cuDNN as an additive bias in the activations' dtype, of which its backward also
-# makes a gradient). Without segment ids cuDNN reads no mask.
+# `implementation=None` of jax.nn.dot_product_attention is XLA's (JAX 0.10 to 0.12), which materializes [B H T T]
+# scores. So "auto" is decided here, when the model is traced: cuDNN for NVIDIA GPUs from Ampere on if `_cudnn_serves`
+# is true, else XLA. A model does not know the devices that it is traced for. They are taken from `jax.default_device`
+# if set (a plan sets it to a GPU that this machine may lack), else from the default backend of this process.
+# With segment ids, cuDNN receives the positions of documents on GPUs from Hopper on. On other GPUs, and for queries
+# that it does not support, both kernels read a [B 1 T T] mask. For cuDNN the mask is an additive bias in the
+# activations' dtype, for which its backward also computes a gradient. Without segment ids cuDNN reads no mask.
 #
 # [Note: long rows by parts]
-# A mask, like XLA's scores, grows with the square of the row. Rows of more than LONGEST_WHOLE tokens are therefore
-# computed for QUERIES queries at a time: those, the keys up to the last of them (from the first that their window
-# reaches), and a mask that says all, causality too. The backward makes each part's mask again, and with
-# XLA's kernel its scores too, whatever is recomputed besides. So T*T becomes QUERIES*T, and a part computes whole what
-# is half masked: (n + 1) / n of the scores that are seen, in n parts.
+# A mask, like XLA's scores, grows with the square of the row length. So rows of more than LONGEST_WHOLE tokens are
+# computed for QUERIES queries at a time, with the keys up to the last of them (from the first key in their window), and
+# a mask that includes causality. The backward recomputes the mask of each part, and with XLA's kernel also its scores,
+# for any remat policy. So memory is QUERIES*T instead of T*T. Each part also computes its half-masked block: n parts
+# compute (n + 1) / n of the visible scores.
 
 
 def document_view(
     segment_ids: jax.Array | None, x: jax.Array, choice: AttentionChoice, *, head_size: int, most: int | None
 ) -> tuple[Documents | jax.Array | None, jax.Array]:
-    """Say how attention is kept inside documents: by where they are, or by a mask that `attend` makes of segment ids.
+    """Return the `documents` argument of `attend`, and activations.
 
-    None: rows are not packed.
+    Documents are passed by their positions, or by segment ids, from which `attend` makes a mask. None: rows are not
+    packed.
 
     Args:
-      x: activations [B T D]; returned as they are, but NaN in rows of more than `most` documents where these are
-        counted: nothing else could say it inside a program.
-      choice: that of `choose_attention`.
+      x: activations [B T D]; returned unchanged, except that rows with more than `most` documents become NaN if
+        documents are passed by position (a compiled program cannot raise).
+      choice: as in `choose_attention`.
       head_size: A.
-      most: documents of a row; None: any number, which takes a mask.
+      most: maximum number of documents per row; None: any number, which requires a mask.
     """
     if segment_ids is None:
         return None, x
@@ -127,36 +128,36 @@ def document_view(
 
 
 def _needs_mask(choice: AttentionChoice, query: Any, most: int | None) -> str:
-    """Say why packed rows take a mask; "": they do not."""
+    """Return why packed rows need a mask; "" if they do not."""
     if most is None:
         return "documents_per_row is none"
     if choose_attention(choice, query) == "xla":
-        return "only cuDNN can be told where documents are"
+        return "only cuDNN supports positions of documents"
     if binding is None:
-        return "this JAX has no binding by which cuDNN is told where documents are"
-    return "" if is_at_least("9.0") else "cuDNN is told where documents are on GPUs from Hopper on"
+        return "this JAX has no binding for positions of documents in cuDNN"
+    return "" if is_at_least("9.0") else "cuDNN supports positions of documents on GPUs from Hopper on"
 
 
 def describe_attention(
     choice: AttentionChoice, head_size: int, most: int | None, dtype: str, seq_len: int, *, is_packed: bool
 ) -> str:
-    """Say in words which kernel computes attention on the device that a trace is for, and why."""
+    """Describe the kernel that computes attention on the device that a trace is for, with the reason."""
     query = jax.ShapeDtypeStruct((1, seq_len, 1, head_size), jnp.dtype(dtype))
     kernel = choose_attention(choice, query)
     if choice != "auto":
         why = f"attention={choice!r}"
     elif kernel == "cudnn":
-        why = "an NVIDIA GPU, and a query that it takes"
+        why = "an NVIDIA GPU, and a supported query"
     elif not _has_cudnn_attention():
         why = "no NVIDIA GPU from Ampere on"
     else:
-        why = f"cuDNN does not take {dtype}, heads of {head_size}, rows of {seq_len}"
+        why = f"cuDNN does not support {dtype}, heads of {head_size}, rows of {seq_len}"
     rows = f"{QUERIES}" if seq_len > LONGEST_WHOLE else "T"
     text = f"{'cuDNN' if kernel == 'cudnn' else f'XLA, with scores [B H {rows} T] in memory'} ({why})"
     if not is_packed:
         return text
     reason = _needs_mask(choice, query, most)
-    return f"{text}; documents by a mask [B 1 {rows} T] ({reason})" if reason else f"{text}; documents by their places"
+    return f"{text}; documents by a mask [B 1 {rows} T] ({reason})" if reason else f"{text}; documents by position"
 
 
 def attend(
@@ -169,15 +170,15 @@ def attend(
     window: int | None = None,
     is_causal: bool = True,
 ) -> jax.Array:
-    """Attend inside documents, and causally unless told otherwise; see [Note: choosing the attention kernel].
+    """Compute attention inside documents, causally by default; see [Note: choosing the attention kernel].
 
     Layout:  query [B T H A], key and value [B T K A] -> [B T H A]
 
     Args:
-      documents: as `document_view` returns it.
-      window: how many keys a query sees, itself included; None: all before it.
+      documents: as returned by `document_view`.
+      window: number of keys that a query sees, including its own; None: all earlier keys.
     """
-    # A window that spans the sequence is no window, and XLA would still build its mask.
+    # A window over the whole row has no effect, but XLA would build its mask.
     window = None if window is None or window >= query.shape[1] else window
     if isinstance(documents, Documents):
         return packed_attention(query, key, value, *documents, window=window)
@@ -203,19 +204,19 @@ def _by_parts(
     kernel: Literal["xla", "cudnn"],
     window: int | None,
 ) -> jax.Array:
-    """Attend causally, some queries after the other; see [Note: long rows by parts]."""
+    """Compute causal attention for QUERIES queries at a time; see [Note: long rows by parts]."""
     parts = []
     for first in range(0, query.shape[1], QUERIES):
         attend_part = jax.checkpoint(
             partial(attend_queries, first=first, kernel=kernel, window=window),
             policy=lambda primitive, *_, **__: primitive.name == FORWARD,
         )
-        own = query[:, first : first + QUERIES]
-        if parts:  # In turn, in the backward too: else XLA makes all masks first, and adds gradients last.
-            own, key, value, segment_ids, parts[-1] = jax.lax.optimization_barrier(
-                (own, key, value, segment_ids, parts[-1])
+        queries = query[:, first : first + QUERIES]
+        if parts:  # One part after another, also in the backward: else XLA makes all masks first, and sums last.
+            queries, key, value, segment_ids, parts[-1] = jax.lax.optimization_barrier(
+                (queries, key, value, segment_ids, parts[-1])
             )
-        parts.append(attend_part(own, key, value, segment_ids))
+        parts.append(attend_part(queries, key, value, segment_ids))
     return jnp.concatenate(parts, axis=1)
 
 
@@ -229,7 +230,7 @@ def attend_queries(
     kernel: Literal["xla", "cudnn"],
     window: int | None,
 ) -> jax.Array:
-    """Attend from some queries, which begin at `first` of the row, to the keys that any of them sees."""
+    """Compute attention of the queries from position `first` on, over the keys that any of them sees."""
     end = first + query.shape[1]
     start = 0 if window is None else max(0, first - window + 1) // 64 * 64
     rows, columns = jnp.arange(first, end)[:, None], jnp.arange(start, end)[None, :]
@@ -244,9 +245,9 @@ def attend_queries(
 
 
 def _cudnn_serves(query: Any) -> bool:
-    """Say whether cuDNN's flash attention takes this query on every GPU from Ampere on (Hopper would allow A = 256).
+    """Return whether cuDNN's flash attention supports a query on all GPUs from Ampere on (Hopper also has A = 256).
 
-    It has no backward for an odd length (JAX 0.10 to 0.12), nor a forward for one with a mask.
+    It has no backward for odd lengths (JAX 0.10 to 0.12), and no forward for odd lengths with a mask.
     """
     _, seq_len, _, head_size = query.shape
     is_half = query.dtype in (jnp.bfloat16, jnp.float16)
@@ -254,12 +255,12 @@ def _cudnn_serves(query: Any) -> bool:
 
 
 def _has_cudnn_attention() -> bool:
-    """Say whether the device that a trace is for is an NVIDIA GPU from Ampere on."""
+    """Return whether the device that a trace is for is an NVIDIA GPU from Ampere on."""
     return is_cuda() and is_at_least("8.0")
 
 
 def is_cuda() -> bool:
-    """Tell whether what is traced runs on an NVIDIA GPU."""
+    """Return whether the device that a trace is for is an NVIDIA GPU."""
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if hasattr(device, "device_kind"):
         return device.device_kind.startswith("NVIDIA")
@@ -282,6 +283,6 @@ def choose_attention(choice: AttentionChoice, query: Any) -> Literal["xla", "cud
     if choice == "cudnn" and query.dtype not in (jnp.bfloat16, jnp.float16):
         raise ValueError(
             f"attention='cudnn' needs bfloat16 or float16 activations, got {query.dtype}; "
-            "give the model bfloat16 weights, or choose attention='xla'"
+            "use bfloat16 weights, or attention='xla'"
         )
     return choice

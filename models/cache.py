@@ -1,4 +1,4 @@
-"""Keys and values of the tokens seen so far, so that generation computes each token once."""
+"""Cache of the keys and values of earlier tokens, with which generation computes each token once."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -11,15 +11,15 @@ from .over_tensor import HEADS, by_heads, over_tensor
 
 
 class Cache(NamedTuple):
-    """Of all layers; in a layer's call it also says which one that is.
+    """Keys and values of all layers, and the index of the current layer.
 
-    The order of dims is that in which scatters (rows first) and products of matrices (heads before places) take them:
-    in another XLA transposes the whole cache for every token.
+    The order of dims suits scatters (rows first) and matrix products (heads before positions). With another order XLA
+    transposes the whole cache for every token.
 
     Attributes:
-      keys, values: `[B L K S A]` where layers are stacked, else tuples of L arrays `[B K S A]`: of S places in each of
-        B rows, K heads of size A; keys are rotated already.
-      layer: the number of the layer that is called; None outside of layers.
+      keys, values: `[B L K S A]` for stacked layers, else tuples of L arrays `[B K S A]`: S positions in each of B
+        rows, K heads of size A; keys are already rotated.
+      layer: index of the layer that is called; None outside of layers.
     """
 
     keys: Any
@@ -27,12 +27,12 @@ class Cache(NamedTuple):
     layer: Any = None
 
     def at(self, layer: Any) -> "Cache":
-        """Return the cache for a call of that layer."""
+        """Return the cache for a call of this layer."""
         return self._replace(layer=layer)
 
 
 def cache_shapes(layers: int, heads: int, head_size: int, stacked: bool, rows: int, length: int, dtype: Any) -> Cache:
-    """Return the shapes of a cache of `length` places. A zero cache is empty.
+    """Return the shapes of a cache of `length` positions. An empty cache is all zeros.
 
     Memory:  2 * L * B * K * S * A elements.
     """
@@ -44,9 +44,9 @@ def cache_shapes(layers: int, heads: int, head_size: int, stacked: bool, rows: i
 
 
 def check_cached(positions: jax.Array | None, lengths: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Return both; refuse a call with a cache that does not say where its tokens stand."""
+    """Return both arguments; raise if either is missing."""
     if positions is None or lengths is None:
-        raise ValueError("a model called with a cache needs positions= [B T] and lengths= [B] too")
+        raise ValueError("a model called with a cache also needs positions= [B T] and lengths= [B]; pass both")
     return positions, lengths
 
 
@@ -60,19 +60,19 @@ def attend_cached(
     choice: AttentionChoice,
     window: int | None = None,
 ) -> tuple[jax.Array, Cache]:
-    """Write keys and values to their places, and attend to all places up to each query's own.
+    """Write keys and values to the cache, and compute attention over positions up to each query's.
 
-    Several tokens at once are prompts, which begin their rows: they attend to each other alone, by the kernel of
-    training. A single token attends to the whole cache, by plain attention: its scores are few.
+    Several tokens are prompts at the start of their rows: they attend only to each other, with the kernel of training.
+    A single token attends to the whole cache, with plain attention, because it has few scores.
 
     Layout:  query [B T H A], key and value [B T K A], cache [B K S A] of a layer, positions [B T] int32 -> [B T H A],
              cache
-    Dtype:   the cache keeps its own; attention is in the query's, its scores in float32.
+    Dtype:   the cache keeps its dtype; attention is in the dtype of the query, scores in float32.
 
     Args:
-      positions: of each token in its row; S for padding, which stands at the end and is written nowhere.
-      choice: that of `choose_attention`.
-      window: how many keys a query sees, itself included; None: all before it.
+      positions: position of each token in its row; S for padding at the end, which is not written.
+      choice: as in `choose_attention`.
+      window: number of keys that a query sees, including its own; None: all earlier keys.
     """
     keys, all_keys = _write(cache.keys, cache.layer, key, positions)
     values, all_values = _write(cache.values, cache.layer, value, positions)
@@ -80,31 +80,31 @@ def attend_cached(
     if query.shape[1] > 1:
         return by_heads(partial(attend, choice=choice, window=window), query, key, value, documents=None), cache
     rows, heads, length, size = keys.shape
-    place = jnp.arange(length, dtype=jnp.int32)
-    seen = place <= positions
+    index = jnp.arange(length, dtype=jnp.int32)
+    visible = index <= positions
     if window is not None:
-        seen &= place > positions - window
+        visible &= index > positions - window
     query = query.reshape(rows, heads, -1, size)
     keys, values = keys.astype(query.dtype), values.astype(query.dtype)
     scores = jnp.einsum("bkga,bksa->bkgs", query, keys, preferred_element_type=jnp.float32) * size**-0.5
-    shares = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1).astype(query.dtype)
-    attended = jnp.einsum("bkgs,bksa->bkga", shares, values)
+    probabilities = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1).astype(query.dtype)
+    attended = jnp.einsum("bkgs,bksa->bkga", probabilities, values)
     return attended.reshape(rows, 1, -1, size), cache
 
 
 def _write(cached: Any, layer: Any, new: jax.Array, positions: jax.Array) -> tuple[jax.Array, Any]:
-    """Return the part of a layer with new tokens at their places, and all layers with it."""
-    # Mapped over rows, or XLA would bring the rows of all devices together for the scatter.
+    """Return the updated cache of the current layer, and of all layers."""
+    # With vmap over rows; otherwise XLA gathers the rows of all devices for the scatter.
     if isinstance(cached, tuple):
-        put = jax.vmap(lambda row, place, values: row.at[:, place].set(values, mode="drop"))
-        own = put(cached[layer], positions, new.swapaxes(1, 2).astype(cached[layer].dtype))
-        own = over_tensor(own, 1, HEADS)
-        return own, (*cached[:layer], own, *cached[layer + 1 :])
-    put = jax.vmap(lambda row, place, values: row.at[layer, :, place].set(values, mode="drop"))
+        put = jax.vmap(lambda row, position, values: row.at[:, position].set(values, mode="drop"))
+        updated = put(cached[layer], positions, new.swapaxes(1, 2).astype(cached[layer].dtype))
+        updated = over_tensor(updated, 1, HEADS)
+        return updated, (*cached[:layer], updated, *cached[layer + 1 :])
+    put = jax.vmap(lambda row, position, values: row.at[layer, :, position].set(values, mode="drop"))
     stack = over_tensor(put(cached, positions, new.astype(cached.dtype)), 2, HEADS)
     return jax.lax.dynamic_index_in_dim(stack, layer, axis=1, keepdims=False), stack
 
 
 def last_of(x: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Return what stands at the last token of each row. Layout: [B T D], [B] int32 -> [B 1 D]."""
+    """Return the activations of the last token of each row. Layout: [B T D], [B] int32 -> [B 1 D]."""
     return jnp.take_along_axis(x, (lengths - 1)[:, None, None], axis=1)

@@ -1,4 +1,4 @@
-"""Checks that the configurations of the models share."""
+"""Checks shared by the configurations of the models."""
 
 import math
 from numbers import Integral, Real
@@ -10,15 +10,15 @@ MOST_LAYERS, MOST_HEADS, MOST_SIZE = 4096, 65_536, 2**31 - 1
 
 
 def is_count(value: Any, most: int) -> bool:
-    """Tell whether a value is a whole number from 1 to `most`; True and 1.0 are none."""
+    """Return whether a value is a whole number from 1 to `most`; True and 1.0 are not."""
     return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= most
 
 
 def require_counts(config: Any, *fields: str, most: int = MOST_SIZE) -> None:
-    """Refuse fields that are no whole numbers from 1 to `most`, before anything is made of that many parts.
+    """Check that fields are whole numbers from 1 to `most`, before that many parts are created.
 
     Raises:
-      ValueError: names class, field, value and remedy.
+      ValueError: naming class, field, value and range.
     """
     for field in fields:
         value = getattr(config, field)
@@ -27,10 +27,10 @@ def require_counts(config: Any, *fields: str, most: int = MOST_SIZE) -> None:
 
 
 def require_documents(config: Any) -> None:
-    """Refuse a bound on the documents of a row that leaves no room for one beside padding; None is no bound.
+    """Check that `documents_per_row` is at least 2, for a document and padding, or None.
 
     Raises:
-      ValueError: names class, field, value and remedy.
+      ValueError: naming class, field, value and range.
     """
     most = config.documents_per_row
     if most is not None and (not is_count(most, MOST_SIZE) or most < 2):
@@ -45,10 +45,10 @@ def _is_number(value: Any) -> bool:
 
 
 def require_positive(config: Any, *fields: str) -> None:
-    """Refuse fields that are not above 0 and finite.
+    """Check that fields are positive and finite.
 
     Raises:
-      ValueError: names class, field, value and remedy.
+      ValueError: naming class, field and value.
     """
     for field in fields:
         value = getattr(config, field)
@@ -59,24 +59,22 @@ def require_positive(config: Any, *fields: str) -> None:
 
 
 def require_fraction(config: Any, *fields: str) -> None:
-    """Refuse fields outside 0..1, 1 itself excluded: rates of dropout.
+    """Check that fields, such as dropout rates, are at least 0 and below 1.
 
     Raises:
-      ValueError: names class, field, value and remedy.
+      ValueError: naming class, field and value.
     """
     for field in fields:
         value = getattr(config, field)
         if not _is_number(value) or not 0 <= value < 1:
-            raise ValueError(
-                f"{type(config).__name__}.{field}={value!r} must be at least 0 and below 1; 0 switches it off"
-            )
+            raise ValueError(f"{type(config).__name__}.{field}={value!r} must be at least 0 and below 1; 0 disables it")
 
 
 def require_bool(config: Any, *fields: str) -> None:
-    """Refuse fields that are not True or False (a text from a command line, say).
+    """Check that fields are True or False, not strings of a command line.
 
     Raises:
-      ValueError: names class, field and value.
+      ValueError: naming class, field and value.
     """
     for field in fields:
         if not isinstance(getattr(config, field), bool):
@@ -84,10 +82,10 @@ def require_bool(config: Any, *fields: str) -> None:
 
 
 def require_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
-    """Refuse a field that is none of the choices.
+    """Check that a field is one of the choices.
 
     Raises:
-      ValueError: names class, field, value and choices.
+      ValueError: naming class, field, value and choices.
     """
     if getattr(config, field) not in choices:
         raise ValueError(
@@ -96,18 +94,18 @@ def require_choice(config: Any, field: str, choices: tuple[str, ...]) -> None:
 
 
 def require_attention(config: Any) -> None:
-    """Refuse a field `attention` that names no kernel. Raises: ValueError, as `require_choice`."""
+    """Check that the field `attention` names a kernel. Raises: ValueError, as `require_choice`."""
     require_choice(config, "attention", get_args(AttentionChoice))
 
 
 def require_heads(config: Any) -> None:
-    """Refuse a width that the heads do not divide.
+    """Check that the number of heads divides `dim`.
 
     Raises:
-      ValueError: names class, fields, values and remedy.
+      ValueError: naming class, fields, values and remedy.
     """
     if config.dim % config.num_heads:
         raise ValueError(
-            f"{type(config).__name__}.dim={config.dim} is not a multiple of num_heads={config.num_heads}; choose such "
-            "a dim, or another num_heads="
+            f"{type(config).__name__}.dim={config.dim} is not a multiple of num_heads={config.num_heads}; choose "
+            "another dim= or num_heads="
         )

@@ -1,15 +1,15 @@
-"""cuDNN's attention over packed rows, through JAX's own binding: private, so here alone, with a test.
+"""cuDNN's attention over packed rows, through a private binding of JAX; only this module uses it, with a test.
 
 [Note: attention over packed rows]
-A mask of documents is [T T] for every row, and cuDNN's backward then also returns the gradient of that mask: memory
-and work grow with the square of the row, however short its documents are. cuDNN can instead be told where documents
-begin and how long they are ("sequence packing"), on GPUs from Hopper on. `jax.nn.dot_product_attention` does not offer
-it; the function below it does (JAX 0.10 to 0.12).
+A mask of documents is [T T] for every row, and cuDNN's backward also returns the gradient of the mask: memory and work
+grow with the square of the row, even if its documents are short. On GPUs from Hopper on, cuDNN accepts the starts and
+lengths of documents instead ("sequence packing"). `jax.nn.dot_product_attention` does not expose this; the private
+function that it calls does (JAX 0.10 to 0.12).
 
-Two things of the binding are set right here. It asks the GPU of this process for its compute capability, where a plan
-is for GPUs that are not there: so the device is asked that the trace is for. And before JAX 0.12 it counts the places
-of documents in keys by the number of query heads, which with fewer key heads is wrong without a word: keys and values
-are repeated for that.
+Two defects of the binding are corrected here. It reads the compute capability of the GPU of this process, but plans are
+traced for other GPUs; it is made to read the device that the trace is for. Before JAX 0.12 it computes the offsets of
+documents in keys with the number of query heads, which silently gives wrong results with fewer key heads; keys and
+values are repeated to avoid it.
 """
 
 from typing import Any
@@ -19,18 +19,18 @@ import jax.numpy as jnp
 
 try:
     from jax._src.cudnn import fused_attention_stablehlo as binding
-except ImportError:  # private: another JAX may have moved it, and attention then reads a mask
+except ImportError:  # private, may move in another JAX; attention then reads a mask
     binding: Any = None
 
 
-# The primitive whose results are those of attention's forward, masked or packed, for a policy of recomputation.
+# The primitive of attention's forward, masked or packed, for remat policies.
 FORWARD = "dot_product_attention_fwd_wrapper"
 
 
 def is_at_least(capability: str) -> bool:
-    """Tell whether the device that a trace is for is an NVIDIA GPU of at least this compute capability.
+    """Return whether the device that a trace is for is an NVIDIA GPU with at least this compute capability.
 
-    That is the one set as the default, as a plan does, else one of this process.
+    The device is the default device if one is set (a plan sets it), else a device of this process.
     """
     device = jax.config.jax_default_device  # type: ignore[attr-defined]
     if not hasattr(device, "device_kind"):
@@ -50,15 +50,16 @@ if binding is not None:
 def packed_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array, starts: jax.Array, *, window: int | None
 ) -> jax.Array:
-    """Attend causally within each document; see [Note: attention over packed rows].
+    """Compute causal attention within each document; see [Note: attention over packed rows].
 
     Layout:  query [B T H A], key and value [B T K A], lengths and starts [B M] -> [B T H A]
     Dtype:   bfloat16 or float16.
-    Memory:  [B M H T] float32 of statistics between forward and backward, but under remat.
+    Memory:  [B M H T] float32 statistics between forward and backward, unless rematerialized.
 
     Args:
-      lengths, starts: int32, of each document of a row in order; -1 where a row has fewer. Every token is in one.
-      window: how many keys a query sees, itself included; None: all of its document before it.
+      lengths, starts: int32, length and start of each document of a row in order; -1 for absent documents. Every token
+        belongs to a document.
+      window: number of keys that a query sees, including its own; None: all earlier keys of its document.
     """
     if jax.__version_info__ < (0, 12) and key.shape[2] != query.shape[2]:
         key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))

@@ -1,8 +1,8 @@
-"""Norms and activations that save for their backward what they read, and compute the rest again.
+"""Norms and activations that save only their inputs for the backward, and recompute the rest.
 
-JAX saves what each operation of a norm in float32 or of a SwiGLU needs: five arrays of the width of an MLP where two
-would do. To read an array costs a GPU as much as to compute these from it, so nothing is lost where all is saved
-(remat "none"); where a whole layer is recomputed anyway, nothing changes.
+JAX saves the inputs of every operation of a float32 norm or a SwiGLU: five arrays of the MLP's width instead of two.
+Recomputing the others from a saved array costs a GPU no more than reading them, so remat "none" is not slower. If a
+whole layer is recomputed, nothing changes.
 """
 
 from collections.abc import Callable
@@ -13,13 +13,13 @@ import jax.numpy as jnp
 
 
 def _lean(function: Callable[..., jax.Array], static: tuple[int, ...] = ()) -> Callable[..., jax.Array]:
-    # Without barriers, which would keep XLA from reading what a scan saved where it lies.
+    # Without barriers, which would prevent XLA from reading the values that a scan saved in place.
     return jax.checkpoint(function, prevent_cse=False, static_argnums=static)  # type: ignore[no-any-return]
 
 
 @partial(_lean, static=(2,))
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Divide by the root mean square of the last dim and multiply by `scale`: float32 inside, the dtype of `x` out."""
+    """Divide by the root mean square of the last dim and multiply by `scale`, in float32; return the dtype of `x`."""
     wide = x.astype(jnp.float32)
     inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
     return (wide * inverse_rms * scale.astype(jnp.float32)).astype(x.dtype)
@@ -27,8 +27,10 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 @partial(_lean, static=(3,))
 def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    """Subtract the mean of the last dim, divide by its deviation, multiply by `scale` and add `bias`: float32 inside,
-    the widest of the three dtypes out, as Flax's LayerNorm computes it with `use_fast_variance=False`."""
+    """Normalize the last dim, multiply by `scale` and add `bias`, as Flax's LayerNorm with `use_fast_variance=False`.
+
+    Dtype:   float32 inside; returns the widest of the three dtypes.
+    """
     wide = x.astype(jnp.float32)
     centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=-1, keepdims=True)

@@ -1,13 +1,13 @@
-"""GPT-2 in plain Flax Linen, and the jobs that train it.
+"""GPT-2 in plain Flax Linen, and jobs that train it.
 
-The published decoder: learned positions, LayerNorm before each half of a block, biases everywhere, GELU (the tanh
-form), the embedding as head. Nothing here knows about sharding, but what is split over mesh axis `tensor` where the
-program has one: heads, the wide dim of an MLP and a vocabulary that divides, with their weights (`placements`); and
-between them the tokens of a row.
+The published decoder: learned positions, LayerNorm before each half of a block, biases everywhere, GELU (tanh form),
+and the embedding as head. The model is written without sharding, except over mesh axis `tensor`, if the mesh has one.
+That axis splits heads, the wide dim of an MLP and a vocabulary that divides evenly, with their weights (`placements`),
+and elsewhere the tokens of a row.
 
 Parameter names (joined by ".", below the collection `params`; with `stacked=True` each array below `h` has a leading
-dim L, with `stacked=False` the names read `h_0.ln_1...`). They are OpenAI's, with Flax's names for the arrays; kernels
-are `[in, out]`, as OpenAI's are:
+dim L, with `stacked=False` the names are `h_0.ln_1...`). They are OpenAI's, with Flax's names for the arrays; kernels
+are `[in, out]`, as OpenAI's:
 
     wte.embedding          [V, D]         h.ln_2.{scale,bias}     [D]
     wpe.embedding          [P, D]         h.mlp.c_fc.kernel       [D, 4D]    .bias [4D]
@@ -17,10 +17,10 @@ are `[in, out]`, as OpenAI's are:
     h.attn.c_proj.kernel   [D, D]         .bias [D]
 
 Initialization: normal(0.02); kernels that write to the residual stream normal(0.02 / sqrt(2 L)); biases 0.
-Dtypes: parameters are created in float32, and compute follows the dtype of the weights it finds. With bfloat16 weights
-everything is bfloat16 but the inside of norms and the softmax.
+Dtypes: parameters are created in float32, and compute is in the dtype of the weights. With bfloat16 weights everything
+is bfloat16, except the inside of norms and the softmax.
 
-Values that a remat policy may name: qkv, attended (before its projection), mlp_hidden (before the GELU).
+Named values for remat policies: qkv, attended (before its projection), mlp_hidden (before the GELU).
 
 Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (2019), and openai/gpt-2.
 """
@@ -57,7 +57,7 @@ _INIT_STD = 0.02
 
 
 def _residual_init(config: GPT2Config) -> Any:
-    """Keep the residual stream's variance flat in depth: 2L branches add to it (the paper's section 2.3)."""
+    """Scale down the 2L branches so that the variance of the residual stream does not grow (the paper, section 2.3)."""
     return nn.initializers.normal(_INIT_STD * (2 * config.num_layers) ** -0.5)
 
 
@@ -66,7 +66,7 @@ def _dense(features: int, init: Any, name: str) -> nn.Dense:
 
 
 class QKV(nn.Module):
-    """Project to queries, keys and values by one kernel; see `fused_heads`."""
+    """Projection to queries, keys and values with one kernel; see `fused_heads`."""
 
     config: GPT2Config
 
@@ -79,7 +79,7 @@ class QKV(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attend causally with H heads."""
+    """Causal attention with H heads."""
 
     config: GPT2Config
 
@@ -88,9 +88,9 @@ class Attention(nn.Module):
         config = self.config
         parts = QKV(config, name="c_attn")(x)
         query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in parts)
-        if cache is not None:  # in place of documents there are positions
+        if cache is not None:  # `documents` are positions
             attended, cache = attend_cached(query, key, value, cache, documents, choice=config.attention)
-        elif config.attention_dropout and not deterministic:  # not `by_heads`, where all devices would draw one mask
+        elif config.attention_dropout and not deterministic:  # with `by_heads` all devices would draw the same mask
             attended = self._attend_with_dropout(query, key, value, documents)
         else:
             attended = by_heads(partial(attend, choice=config.attention), query, key, value, documents=documents)
@@ -111,7 +111,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Apply `c_proj(gelu(c_fc(x)))` with a width of 4D inside."""
+    """`c_proj(gelu(c_fc(x)))`, with width 4D inside."""
 
     config: GPT2Config
 
@@ -123,7 +123,7 @@ class MLP(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """Normalize the last dim, multiply by a scale and add a bias; see `layer_norm`."""
+    """LayerNorm with scale and bias; see `layer_norm`."""
 
     eps: float
 
@@ -135,7 +135,7 @@ class LayerNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Add attention, then the MLP, to the residual stream. The unit to shard by."""
+    """A block: adds attention, then the MLP, to the residual stream. The unit for sharding."""
 
     config: GPT2Config
 
@@ -152,9 +152,9 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Predict the next token of each position.
+    """GPT-2, which predicts the next token at each position.
 
-    The same seed draws other weights for the stacked model than for the listed one.
+    With the same seed, stacked and unstacked models have different weights.
     """
 
     config: GPT2Config
@@ -173,31 +173,31 @@ class GPT2(nn.Module):
         cache: Cache | None = None,
         lengths: jax.Array | None = None,
     ) -> Any:
-        """Compute logits, or with targets the sums of their losses, or with a cache the logits of what comes next.
+        """Compute logits, or with targets the sums of their losses, or with a cache the logits of the next tokens.
 
         Layout:  [B T] int32 -> [B T V], or scalars, or [B V] and the cache
-        Dtype:   that of the weights; losses float32.
+        Dtype:   the dtype of the weights; losses float32.
 
         Args:
-          tokens: token ids; one outside the vocabulary yields NaN, not a neighbour.
+          tokens: token ids; an id outside the vocabulary gives NaN.
           segment_ids: `[B T]`, the document of each token in a packed row; attention stays inside a document.
-            0 is padding, which no document sees; logits at padding are finite and mean nothing.
-          positions: `[B T]`, rows of the table of positions; None: counted from the start of each document.
-          deterministic: False draws dropout masks from the rng "dropout", if the configuration has any.
-          targets, weights: `[B T]`, what to predict, and how much it counts; see `head_loss`.
-          by_row: sum the losses of each row by itself, [B].
-          cache: of the tokens before these, to which these are added; see `attend_cached` for `positions`, which must
-            then be given.
-          lengths: `[B]`, how many of the tokens of each row are no padding; with a cache.
+            0 is padding, which no document sees; logits at padding are finite and meaningless.
+          positions: `[B T]`, indices into the position table; None: counted from the start of each document.
+          deterministic: False draws dropout masks from the rng "dropout", if the configuration has dropout.
+          targets, weights: `[B T]`, target tokens and their weights; see `head_loss`.
+          by_row: return the sums of each row, [B].
+          cache: cache of the earlier tokens, to which these tokens are added; requires `positions` as in
+            `attend_cached`.
+          lengths: `[B]`, the number of tokens of each row without padding; with a cache.
 
         Raises:
-          ValueError: if a row is longer than the table of positions.
+          ValueError: if a row is longer than the position table.
         """
         config, seq_len = self.config, tokens.shape[1]
         if seq_len > config.num_positions:
             raise ValueError(
-                f"rows of {seq_len} tokens, and GPT2Config.num_positions={config.num_positions}; shorten the rows, or "
-                "raise num_positions"
+                f"rows of {seq_len} tokens exceed GPT2Config.num_positions={config.num_positions}; shorten the rows, "
+                "or raise num_positions"
             )
         if positions is None:
             one_row = jnp.arange(seq_len, dtype=jnp.int32)[None, :]
@@ -207,8 +207,8 @@ class GPT2(nn.Module):
             positions, lengths = check_cached(positions, lengths)
         wte = nn.Embed(config.vocab_size, config.dim, embedding_init=init, name="wte")
         wpe = nn.Embed(config.num_positions, config.dim, embedding_init=init, name="wpe")
-        places = jnp.minimum(positions, config.num_positions - 1)  # padding has none
-        x = nn.Dropout(config.dropout, deterministic=deterministic)(split_tokens(looked_up(wte(tokens))) + wpe(places))
+        index = jnp.minimum(positions, config.num_positions - 1)  # padding may exceed the table
+        x = nn.Dropout(config.dropout, deterministic=deterministic)(split_tokens(looked_up(wte(tokens))) + wpe(index))
         if cache is not None and lengths is not None:
             x, cache = self._extend(x, positions, cache)
             return wte.attend(LayerNorm(config.norm_eps, name="ln_f")(last_of(whole_rows(x), lengths)))[:, 0], cache
@@ -264,10 +264,10 @@ class GPT2(nn.Module):
 
 
 def placements(config: GPT2Config) -> Placements:
-    """Return which dim of which weights mesh axis `tensor` cuts, and of the embedding stages of a pipeline too.
+    """Return the placements of the weights that mesh axis `tensor` cuts (of the embedding, axis `pipe` too).
 
-    The embedding, which is also the head, only if 8 divides the vocabulary. That of the published sizes does not divide
-    by 2 (50257), and placements are to be the same on any mesh.
+    The embedding, which is also the head, is cut only if 8 divides the vocabulary, so that placements are equal on all
+    meshes. The published vocabulary (50257) is odd.
     """
     rows = ("**.attn.c_proj.kernel", "**.mlp.c_proj.kernel")
     return make_placements(("**.attn.c_attn.kernel", "**.mlp.c_fc"), rows, {} if config.vocab_size % 8 else {"wte": 0})
@@ -276,7 +276,8 @@ def placements(config: GPT2Config) -> Placements:
 def _cache(config: GPT2Config, rows: int, length: int, dtype: Any) -> Cache:
     if length > config.num_positions:
         raise ValueError(
-            f"{length} tokens in a row, and GPT2Config.num_positions={config.num_positions}; shorten prompts or answers"
+            f"rows of {length} tokens exceed GPT2Config.num_positions={config.num_positions}; shorten prompts or "
+            "answers"
         )
     heads = (config.num_heads, config.dim // config.num_heads)
     return cache_shapes(config.num_layers, *heads, config.stacked, rows, length, dtype)
@@ -286,8 +287,8 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
     """Describe a training job as plain data.
 
     Returns:
-      The fields that `llama.make_job` lists, with `model` as `(module, example inputs)`, and `eval_loss`: the loss
-      without dropout.
+      The fields of `llama.make_job`, with `model` as `(module, example inputs)`, and `eval_loss`, the loss without
+      dropout.
     """
 
     def configure(**overrides: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Dimensions and options of GPT-2: the configuration, the published sizes, their FLOPs."""
+"""Configuration of GPT-2, the published sizes, and their FLOPs."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -19,28 +19,29 @@ from .checks import (
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config:
-    """Hold the dimensions and options of one model.
+    """Dimensions and options of a model.
 
     Args:
       vocab_size: V, rows of the embedding, which is also the head.
-      num_positions: P, rows of the table of positions: the longest row of tokens.
+      num_positions: P, rows of the position table: the maximum row length.
       dim: D, width of the residual stream.
       num_layers: L.
       num_heads: H; must divide `dim`.
-      norm_eps: added to the variance under the root.
-      dropout: rate on the embeddings and on what each half of a block adds to the residual stream.
-      attention_dropout: rate on the attention's probabilities. Where it is not 0, training computes attention plainly,
-        with scores `[B H T T]` in memory: no fused kernel draws these masks.
-      stacked: store blocks stacked, with a leading dim, and scan over them (compile time flat in depth); else a list.
+      norm_eps: epsilon added to the variance.
+      dropout: rate on the embeddings and on the output of each half of a block.
+      attention_dropout: rate on the attention probabilities. If it is not 0, training uses plain attention, with scores
+        `[B H T T]` in memory: no fused kernel draws these masks.
+      stacked: store blocks stacked, with a leading dim, and scan over them (compile time independent of depth); else a
+        list.
       attention: "xla" | "cudnn" | "auto". See [Note: choosing the attention kernel] in attention.py.
-      documents_per_row: the most documents that a packed row may hold, its padding included, where attention is told
-        where they are (cuDNN on GPUs from Hopper on): its memory grows with this. The data of a run keep to it. None:
+      documents_per_row: maximum number of documents in a packed row, including padding, if attention receives their
+        positions (cuDNN on GPUs from Hopper on). Its memory grows with this number. Data pipelines observe it. None:
         any number, and attention reads a mask.
-      loss_chunk: tokens of a row whose logits exist at a time in training; see [Note: a loss without logits] in
-        losses.py.
+      loss_chunk: number of tokens of a row whose logits exist at a time in training; see [Note: a loss without logits]
+        in losses.py.
 
     Raises:
-      ValueError: for values that contradict each other; names field, value and remedy.
+      ValueError: for invalid or contradictory values; names field, value and remedy.
     """
 
     vocab_size: int = 50_257
@@ -69,22 +70,22 @@ class GPT2Config:
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Count the weights of one block that take part in matmuls: 3 + 1 matrices of attention, 4 + 4 of the MLP."""
+        """Number of weights per block in matmuls: 3 + 1 matrices of attention, 4 + 4 of the MLP."""
         return 12 * self.dim**2
 
     @property
     def num_params(self) -> int:
-        """Count all parameters; the tied head counts once."""
+        """Number of parameters; the tied head counts once."""
         norms, biases = 4 * self.dim, 9 * self.dim
         tables = (self.vocab_size + self.num_positions) * self.dim
         return tables + self.num_layers * (self.matmul_params_per_layer + norms + biases) + 2 * self.dim
 
 
 def flops_per_token(config: GPT2Config, num_keys: float) -> float:
-    """Count the model FLOPs of forward and backward per token: `6 N + 12 L D T`, as for Llama.
+    """Return the model FLOPs of forward and backward per token: `6 N + 12 L D T`, as for Llama.
 
-    N counts the weights that take part in matmuls: the tied head, but not the lookups, norms or biases. The attention
-    term counts scores and values over T=`num_keys` keys; see `llama_config.flops_per_token`.
+    N is the number of weights in matmuls: with the tied head, without lookups, norms and biases. The attention term
+    counts scores and values over T=`num_keys` keys; see `llama_config.flops_per_token`.
     """
     matmul_params = config.num_layers * config.matmul_params_per_layer + config.dim * config.vocab_size
     return 6.0 * matmul_params + 12.0 * config.num_layers * config.dim * num_keys

@@ -1,6 +1,6 @@
-"""GPT-2 in the form of Hugging Face: names of arrays, and `config.json` read and written.
+"""GPT-2 in Hugging Face's format: names of arrays, and reading and writing of `config.json`.
 
-Its kernels are `[in, out]` there too (`Conv1D`), so no dims are exchanged.
+Hugging Face's kernels are also `[in, out]` (`Conv1D`), so no dims are transposed.
 """
 
 from collections.abc import Mapping
@@ -23,10 +23,10 @@ def _rules() -> list[tuple[str, str]]:
 
 
 def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields of `GPT2Config` that a `config.json` decides: not the rates of dropout, which a job chooses.
+    """Read the fields of `GPT2Config` from a `config.json`, without dropout rates, which a job chooses.
 
     Raises:
-      ValueError: for another architecture, and for options that the model lacks; names them.
+      ValueError: for another architecture, and for options that the model does not support; names them.
     """
     check_architecture(options, ["gpt2"])
     read = Options(options)
@@ -35,8 +35,8 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
     read.take_only("scale_attn_by_inverse_layer_idx", False)
     read.take_only("add_cross_attention", False)
     read.take_only("tie_word_embeddings", True)
-    # The softmax is in float32 here whatever the fourth says; n_ctx is an old name of n_positions. Nobody reads the
-    # last two, which gpt2-medium, -large and -xl have.
+    # The softmax here is always in float32 (reorder_and_upcast_attn); n_ctx is an old name of n_positions.
+    # gpt2-medium, -large and -xl have n_special and predict_special_tokens, which transformers does not read.
     read.skip(["resid_pdrop", "embd_pdrop", "attn_pdrop", "reorder_and_upcast_attn", "n_ctx"])
     read.skip(["n_special", "predict_special_tokens"])
     read.skip(f"summary_{kind}" for kind in ("type", "use_proj", "activation", "proj_to_labels", "first_dropout"))
@@ -56,10 +56,10 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def config_from_fields(config: GPT2Config, seq_len: int) -> dict[str, Any]:
-    """Write the `config.json` of a model.
+    """Return the `config.json` of a model.
 
     Args:
-      seq_len: not used; the table of positions says how long a row may be.
+      seq_len: not used; the position table limits the row length.
     """
     return {
         "architectures": ["GPT2LMHeadModel"],
@@ -80,7 +80,7 @@ def config_from_fields(config: GPT2Config, seq_len: int) -> dict[str, Any]:
 
 PRETRAINED: dict[str, Any] = {
     "rules": _rules(),
-    # The causal mask, which old versions stored.
+    # The causal mask, stored by old versions.
     "ignored": ["*.attn.bias", "*.attn.masked_bias"],
     "tied": {"lm_head.weight": "transformer.wte.weight"},
     "prefix": "transformer.",

@@ -1,4 +1,4 @@
-"""Reading a `config.json` of Hugging Face so that nothing in it is passed over: what every architecture shares."""
+"""Reading of Hugging Face's `config.json` such that no option is silently ignored."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 from .checks import MOST_SIZE, is_count
 
-# What says nothing about the logits of a prompt: bookkeeping, initialization, generation, parallelism of others.
+# Options without effect on the logits of a prompt: bookkeeping, initialization, generation, parallelism.
 NEUTRAL = frozenset(
     [
         *["_name_or_path", "architectures", "model_type", "transformers_version", "tokenizer_class"],
@@ -19,7 +19,7 @@ NEUTRAL = frozenset(
         *["id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params"],
         *["max_length", "min_length", "do_sample", "early_stopping", "num_beams", "repetition_penalty"],
         *["temperature", "top_k", "top_p", "typical_p", "length_penalty", "num_beam_groups", "num_return_sequences"],
-        # Of published repositories: old names of `use_cache` and of the number of labels, and marks of who wrote them.
+        # In published repositories: old names of `use_cache` and of the number of labels, and marks of writers.
         *["output_past", "num_labels", "_num_labels", "max_sequence_length", "is_llama_config"],
         *["unsloth_fixed", "unsloth_version", "transformers.js_config"],
     ]
@@ -27,7 +27,7 @@ NEUTRAL = frozenset(
 
 
 class Options:
-    """Options of one `config.json`: each that is asked for is taken; `refuse_others` refuses what nobody asked for."""
+    """Options of a `config.json`, with a record of those that were read; `refuse_others` raises for the rest."""
 
     def __init__(self, options: Mapping[str, Any]):
         self._options = dict(options)
@@ -35,7 +35,7 @@ class Options:
         self.architecture = str(self._options.get("model_type"))
 
     def take(self, name: str, default: Any = None) -> Any:
-        """Return an option, or where it is absent the default of its architecture."""
+        """Return an option, or its default if it is absent."""
         self._taken.add(name)
         return self._options.get(name, default)
 
@@ -50,10 +50,10 @@ class Options:
         return self.take(name)
 
     def count(self, name: str, default: int | None = None, *, most: int = MOST_SIZE) -> int:
-        """Return an option that counts something; null is absent, and without a default it must be there.
+        """Return an option that is a whole number from 1 to `most`. Null means absent; required without a default.
 
         Raises:
-          ValueError: if it is no whole number from 1 to `most`: nothing is made of so many parts unseen.
+          ValueError: for another value, before that many parts are created.
         """
         value = self.need(name) if default is None else self.take(name)
         value = default if value is None else value
@@ -62,10 +62,10 @@ class Options:
         return value  # type: ignore[return-value]
 
     def number(self, name: str, default: float) -> float:
-        """Return an option that is a number above 0.
+        """Return an option that is a positive finite number.
 
         Raises:
-          ValueError: if it is none, or infinite.
+          ValueError: for another value.
         """
         value = self.take(name, default)
         if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
@@ -73,48 +73,48 @@ class Options:
         return value  # type: ignore[return-value]
 
     def take_only(self, name: str, *allowed: Any) -> None:
-        """Refuse an option with a value that the model lacks; absent is the first of the allowed.
+        """Check that an option has one of the allowed values; if absent, it has the first.
 
         Raises:
-          ValueError: names option, value and what the model has.
+          ValueError: naming option, value and allowed values.
         """
         value = self.take(name, allowed[0])
         if not any(value == choice and isinstance(value, bool) == isinstance(choice, bool) for choice in allowed):
             raise refusal(name, value, allowed)
 
     def skip(self, names: Iterable[str]) -> None:
-        """Take options that change nothing here."""
+        """Mark options as read that have no effect on the model."""
         self._taken.update(names)
 
     def refuse_others(self) -> None:
-        """Refuse options that nobody took; null, false and empty ones ask for nothing.
+        """Check that all options were read; null, false and empty ones are ignored.
 
         Raises:
-          ValueError: names options and values.
+          ValueError: naming options and values.
         """
         others = {name: value for name, value in self._options.items() if name not in self._taken and value}
         if others:
             listed = ", ".join(f"{name}={value!r}" for name, value in others.items())
             raise ValueError(
-                f"options that the model does not know: {listed}; where they change nothing that it computes, take "
-                "them out of config.json"
+                f"options that the model does not know: {listed}; if they do not affect its results, remove them from "
+                "config.json"
             )
 
 
 def refusal(name: str, value: Any, allowed: Collection[Any]) -> ValueError:
-    """Return the error for an option that the model lacks."""
+    """Return the error for an option that the model does not support."""
     choices = " or ".join(map(repr, allowed))
-    return ValueError(f"{name}={value!r} is not what the model computes (it has {choices}); use another checkpoint")
+    return ValueError(f"{name}={value!r} is not supported by the model (only {choices}); use another checkpoint")
 
 
 def check_architecture(options: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuse a configuration of another architecture.
+    """Check that a configuration has a known architecture.
 
     Raises:
-      ValueError: names it, and those that are known.
+      ValueError: naming the architecture and the known ones.
     """
     if options.get("model_type") not in known:
         raise ValueError(
-            f"model_type={options.get('model_type')!r} is an architecture that this model is not; it is one of "
-            f"{', '.join(known)}"
+            f"model_type={options.get('model_type')!r} is another architecture than this model; use a checkpoint of "
+            f"{' or '.join(known)}"
         )

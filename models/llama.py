@@ -1,25 +1,25 @@
-"""Llama and its relatives (Mistral, Qwen 2, Qwen 3) in plain Flax NNX, and the jobs that train them.
+"""Llama and its relatives (Mistral, Qwen 2, Qwen 3) in plain Flax NNX, and jobs that train them.
 
-One decoder-only transformer: RMSNorm before each half of a layer, rotary embedding, grouped-query attention, SwiGLU.
-Everything that tells the relatives apart is a field of `LlamaConfig`. Nothing here knows about sharding, but what is
-split over mesh axis `tensor` where the program has one: heads, the wide dim of an MLP and the vocabulary (Megatron-LM,
-arXiv 1909.08053), with the weights they belong to (`placements`); and between them the tokens of a row.
-Values that a remat policy may name: qkv (rotated), attended, mlp_hidden (gate and up).
+A decoder-only transformer: RMSNorm before each half of a layer, rotary embedding, grouped-query attention, SwiGLU.
+`LlamaConfig` has all differences between the relatives. The model is written without sharding, except over mesh axis
+`tensor`, if the mesh has one. That axis splits heads, the wide dim of an MLP and the vocabulary (Megatron-LM, arXiv
+1909.08053), with their weights (`placements`), and elsewhere the tokens of a row.
+Named values for remat policies: qkv (rotated), attended, mlp_hidden (gate and up).
 
 Parameter names (joined by "."; with `stacked=True` each array below `layers` has a leading dim L, with `stacked=False`
-the names read `layers.0.attn...`). Kernels are `[in, out]`; H heads, K key/value heads, A = size of one head:
+the names are `layers.0.attn...`). Kernels are `[in, out]`; H heads, K key/value heads, A = size of one head:
 
     embed.embedding          [V, D]        layers.mlp_norm.scale          [D]
     layers.attn_norm.scale   [D]           layers.mlp.gate_proj.kernel    [D, F]
     layers.attn.q_proj.kernel [D, H*A]     layers.mlp.up_proj.kernel      [D, F]
     layers.attn.k_proj.kernel [D, K*A]     layers.mlp.down_proj.kernel    [F, D]
     layers.attn.v_proj.kernel [D, K*A]     norm.scale                     [D]
-    layers.attn.o_proj.kernel [H*A, D]     lm_head.kernel                 [D, V]   (absent where tied)
+    layers.attn.o_proj.kernel [H*A, D]     lm_head.kernel                 [D, V]   (absent if tied)
     layers.attn.{q,k}_norm.scale [A]       (qk_norm)      layers.attn.{q,k,v}_proj.bias   (qkv_bias)
     layers.attn.o_proj.bias  [D]            (out_bias)
 
-Dtypes: parameters are created in float32, and compute follows the dtype of the weights it finds. With bfloat16 weights
-everything is bfloat16 but the inside of norms, the softmax and the rotation, which are float32 and cast back.
+Dtypes: parameters are created in float32, and compute is in the dtype of the weights. With bfloat16 weights everything
+is bfloat16, except the inside of norms, the softmax and the rotation, which are float32 and cast back.
 """
 
 import math
@@ -46,8 +46,9 @@ Rope = tuple[jax.Array, jax.Array]
 
 
 def rope_frequencies(config: LlamaConfig) -> np.ndarray:
-    """Compute the rotary angle per position of each pair of a head, for rows of at most the original context if the
-    scaling is dynamic. Host only, float64.
+    """Return the rotary angle per position of each pair of a head, in float64 on the host.
+
+    With dynamic scaling, the angles are those of rows up to the original context.
 
     Layout:  -> [A/2]
     Source: RoFormer (arXiv 2104.09864); scaling as `modeling_rope_utils` of Hugging Face transformers.
@@ -68,11 +69,11 @@ def rope_frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def _yarn_kept(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
-    """Return which share of each pair's frequency yarn keeps: 1 for short wavelengths, 0 for long ones."""
+    """Return the share of each pair's frequency that yarn keeps: 1 for short wavelengths, 0 for long ones."""
     size = config.head_size
 
     def pair_of(turns: float) -> float:
-        """Return the place, counted in elements, of the pair that turns so often in the original context."""
+        """Return the element index of the pair with this number of turns in the original context."""
         ratio = scaling.original_context / (turns * 2 * math.pi)
         return size * math.log(ratio) / (2 * math.log(config.rope_theta))
 
@@ -85,12 +86,13 @@ def _yarn_kept(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
 
 
 def rope_table(config: LlamaConfig, positions: jax.Array, real: jax.Array | None = None) -> Rope:
-    """Compute cosines and sines in float32 for `apply_rope`.
+    """Return cosines and sines in float32 for `apply_rope`.
 
     Layout:  [B T] -> two of [B T 1 A/2], or [1 T] -> two of [1 T 1 A/2]
 
     Args:
-      real: `[B T]`, the tokens that are not padding. Dynamic scaling uses the longest position of a row. None: all.
+      real: `[B T]`, whether each token is not padding; None: no padding. Dynamic scaling depends on the longest
+        position of a row.
     """
     frequencies, scaling = jnp.asarray(rope_frequencies(config), jnp.float32), config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
@@ -118,7 +120,7 @@ def apply_rope(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 
 
 class Linear(nnx.Module):
-    """Multiply by a kernel `[in, out]`, drawn with variance `1 / in`, and add a bias where there is one."""
+    """Linear layer with a kernel `[in, out]`, initialized with variance `1 / in`, and an optional bias."""
 
     def __init__(self, num_in: int, num_out: int, *, rngs: nnx.Rngs, use_bias: bool = False, gain: float = 1.0):
         init = nnx.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal")
@@ -131,7 +133,7 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Divide by the root mean square of the last dim and multiply by a scale: float32 inside, the input's dtype out."""
+    """RMSNorm of the last dim with a scale, in float32; returns the input's dtype."""
 
     def __init__(self, dim: int, *, eps: float):
         self.eps = eps
@@ -142,7 +144,7 @@ class RMSNorm(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """Look tokens up in a table `[V, D]` of variance `1 / D`; a token outside the table yields NaN, not a neighbour."""
+    """Embedding table `[V, D]`, initialized with variance `1 / D`; a token outside the table gives NaN."""
 
     def __init__(self, vocab_size: int, dim: int, *, rngs: nnx.Rngs):
         init = nnx.initializers.normal(stddev=dim**-0.5)
@@ -152,12 +154,12 @@ class Embedding(nnx.Module):
         return jnp.take(self.embedding[...], tokens, axis=0, mode="fill")
 
     def attend(self, x: jax.Array) -> jax.Array:
-        """Score `x` against every row: the tied head. Layout: [B T D] -> [B T V]."""
+        """Return logits with the table as a tied head. Layout: [B T D] -> [B T V]."""
         return x @ self.embedding[...].T
 
 
 class Attention(nnx.Module):
-    """Attend causally with `num_kv_heads` keys and values shared by groups of query heads."""
+    """Causal attention with `num_kv_heads` key and value heads, which groups of query heads share."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -182,7 +184,7 @@ class Attention(nnx.Module):
         if cache is None:
             kernel = partial(attend, choice=config.attention, window=config.local_window_size)
             attended = by_heads(kernel, query, key, value, documents=documents)
-        else:  # in place of documents there are positions
+        else:  # `documents` are positions
             kernel = partial(attend_cached, choice=config.attention, window=config.local_window_size)
             attended, cache = kernel(query, key, value, cache, documents)
         attended = checkpoint_name(over_tensor(attended, 2, HEADS), "attended").reshape(batch, seq_len, -1)
@@ -190,7 +192,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Apply SwiGLU: `down(silu(gate(x)) * up(x))`."""
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.gate_proj = Linear(config.dim, config.ffn_dim, rngs=rngs)
@@ -204,12 +206,12 @@ class MLP(nnx.Module):
 
 
 def _residual_gain(config: LlamaConfig) -> float:
-    """Keep the residual stream's variance flat in depth: 2L branches add to it (GPT-2, section 2.3)."""
+    """Scale down the 2L branches so that the variance of the residual stream does not grow (GPT-2, section 2.3)."""
     return (2 * config.num_layers) ** -0.5
 
 
 class DecoderLayer(nnx.Module):
-    """Add attention, then the MLP, to the residual stream. The unit to shard by."""
+    """A layer: adds attention, then the MLP, to the residual stream. The unit for sharding."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
@@ -227,13 +229,13 @@ class DecoderLayer(nnx.Module):
 
 
 class LMHead(Linear):
-    """Score the last hidden state against the vocabulary; a class of its own, so that it can be chosen as a unit."""
+    """The head over the vocabulary; a separate class, so that it can be selected as a unit."""
 
 
 class Llama(nnx.Module):
-    """Predict the next token of each position.
+    """Llama, which predicts the next token at each position.
 
-    With the same seed the stacked model and the listed one hold the same weights.
+    With the same seed, stacked and unstacked models have the same weights.
     """
 
     def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
@@ -260,21 +262,21 @@ class Llama(nnx.Module):
         cache: Cache | None = None,
         lengths: jax.Array | None = None,
     ) -> Any:
-        """Compute logits, or with targets the sums of their losses, or with a cache the logits of what comes next.
+        """Compute logits, or with targets the sums of their losses, or with a cache the logits of the next tokens.
 
         Layout:  [B T] int32 -> [B T V], or scalars, or [B V] and the cache
-        Dtype:   that of the weights; losses float32.
+        Dtype:   the dtype of the weights; losses float32.
 
         Args:
           tokens: token ids.
           segment_ids: `[B T]`, the document of each token in a packed row; attention stays inside a document.
-            0 is padding, which no document sees; logits at padding are finite and mean nothing.
+            0 is padding, which no document sees; logits at padding are finite and meaningless.
           positions: `[B T]`, for the rotary embedding; None: counted from the start of each document.
-          targets, weights: `[B T]`, what to predict, and how much it counts; see `head_loss`.
-          by_row: sum the losses of each row by itself, [B].
-          cache: of the tokens before these, to which these are added; see `attend_cached` for `positions`, which must
-            then be given.
-          lengths: `[B]`, how many of the tokens of each row are no padding; with a cache.
+          targets, weights: `[B T]`, target tokens and their weights; see `head_loss`.
+          by_row: return the sums of each row, [B].
+          cache: cache of the earlier tokens, to which these tokens are added; requires `positions` as in
+            `attend_cached`.
+          lengths: `[B]`, the number of tokens of each row without padding; with a cache.
         """
         if cache is not None:
             positions, lengths = check_cached(positions, lengths)
@@ -331,12 +333,10 @@ class Llama(nnx.Module):
 
 
 def placements(config: LlamaConfig) -> Placements:
-    """Return which dim of which weights mesh axis `tensor` cuts: each is read by those devices alone that use it; and
-    embedding and head over stages of a pipeline too.
-    """
+    """Return the placements of the weights that mesh axis `tensor` cuts (of embedding and head, axis `pipe` too)."""
     columns = ("**.attn.[qkv]_proj", "**.mlp.gate_proj", "**.mlp.up_proj")
-    words = {"embed": 0} if config.tied else {"embed": 0, "lm_head": 1}
-    return make_placements(columns, ("**.attn.o_proj", "**.mlp.down_proj"), words)
+    vocabulary = {"embed": 0} if config.tied else {"embed": 0, "lm_head": 1}
+    return make_placements(columns, ("**.attn.o_proj", "**.mlp.down_proj"), vocabulary)
 
 
 def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
@@ -345,8 +345,8 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
     Returns:
       `model` (rngs -> module), `config`, `loss`, `units`, `batch` ((batch_size, seq_len) -> shapes), `optimizer`
       (learning rate or schedule -> optax), `vocab_size`, `seq_len`, `flops_per_token` (seq_len -> float),
-      `configure` (changed fields of the config, by keyword -> another job) and `pretrained` (names in checkpoints of
-      Hugging Face).
+      `configure` (fields of the config to change, as keywords -> another job) and `pretrained` (names in Hugging Face
+      checkpoints).
     """
 
     def configure(**overrides: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Dimensions and options of Llama and its relatives: the configuration, the published presets, their FLOPs."""
+"""Configuration of Llama and its relatives, the published presets, and their FLOPs."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -23,20 +23,20 @@ ROPE_KINDS = ("llama3", "linear", "dynamic", "yarn")
 
 @dataclass(frozen=True, kw_only=True)
 class RopeScaling:
-    """Stretch the rotary embedding to longer contexts, by one of four rules of Hugging Face (`rope_type`).
+    """Scaling of the rotary embedding for longer contexts, by one of four rules of Hugging Face (`rope_type`).
 
-    - llama3 (Llama 3.1): wavelengths above `original_context / low_freq_factor` are stretched by `factor`, those below
-      `original_context / high_freq_factor` are kept, and those between are interpolated.
-    - linear: all wavelengths are stretched by `factor` (arXiv 2306.15595).
-    - dynamic: the base grows with a row longer than `original_context` (NTK), so all tokens of a row depend on its
-      longest position. A shorter row is not stretched.
-    - yarn: pairs that turn more than `beta_fast` times in `original_context` are kept, those below `beta_slow` are
-      stretched by `factor`, those between interpolated; cosines and sines are multiplied by `attention_factor`
-      (arXiv 2309.00071).
+    - llama3 (Llama 3.1): wavelengths above `original_context / low_freq_factor` are multiplied by `factor`, wavelengths
+      below `original_context / high_freq_factor` are kept, and others are interpolated.
+    - linear: all wavelengths are multiplied by `factor` (arXiv 2306.15595).
+    - dynamic: the base grows with rows longer than `original_context` (NTK), so all tokens of a row depend on its
+      longest position. Shorter rows are not scaled.
+    - yarn: pairs with more than `beta_fast` turns in `original_context` are kept, the wavelengths of pairs with fewer
+      than `beta_slow` turns are multiplied by `factor`, and others are interpolated. Cosines and sines are multiplied
+      by `attention_factor` (arXiv 2309.00071).
 
     Args:
-      attention_factor: of yarn; None: `0.1 * log(factor) + 1`.
-      truncate: of yarn; whether the bounds between kept and stretched pairs are whole numbers.
+      attention_factor: for yarn; None: `0.1 * log(factor) + 1`.
+      truncate: for yarn: whether the bounds between kept and scaled pairs are whole numbers.
     """
 
     kind: Literal["llama3", "linear", "dynamic", "yarn"] = "llama3"
@@ -67,7 +67,7 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Hold the dimensions and options of one model.
+    """Dimensions and options of a model.
 
     Args:
       vocab_size: V, rows of the embedding.
@@ -76,25 +76,27 @@ class LlamaConfig:
       num_heads: H, query heads.
       num_kv_heads: K, key/value heads; must divide `num_heads`.
       ffn_dim: F, width inside the SwiGLU.
-      head_dim: A, size of one head; None: `dim // num_heads`. Qwen 3 and others choose it freely.
-      norm_eps: added to the mean square under the root.
+      head_dim: A, size of one head; None: `dim // num_heads`. Qwen 3 and others set it independently.
+      norm_eps: epsilon added to the mean square.
       rope_theta: base of the rotary wavelengths.
-      rope_scaling: how the rotary embedding is stretched, or None.
-      local_window_size: keys that one query sees, itself included (Mistral's `sliding_window`); None: all before it.
-      tied: the head is the transposed embedding, and `lm_head` does not exist.
+      rope_scaling: scaling of the rotary embedding, or None.
+      local_window_size: number of keys that a query sees, including its own (Mistral's `sliding_window`); None: all
+        earlier keys.
+      tied: the head is the transposed embedding, and there is no `lm_head`.
       qkv_bias: biases on the query, key and value projections (Qwen 2).
-      out_bias: a bias on the projection of what is attended (with `qkv_bias`: `attention_bias` of Hugging Face).
+      out_bias: a bias on the output projection of attention (with `qkv_bias`: Hugging Face's `attention_bias`).
       qk_norm: RMSNorm over each query and key head before the rotation (Qwen 3).
-      stacked: store layers stacked, with a leading dim, and scan over them (compile time flat in depth); else a list.
+      stacked: store layers stacked, with a leading dim, and scan over them (compile time independent of depth); else a
+        list.
       attention: "xla" | "cudnn" | "auto". See [Note: choosing the attention kernel] in attention.py.
-      documents_per_row: the most documents that a packed row may hold, its padding included, where attention is told
-        where they are (cuDNN on GPUs from Hopper on): its memory grows with this. The data of a run keep to it. None:
+      documents_per_row: maximum number of documents in a packed row, including padding, if attention receives their
+        positions (cuDNN on GPUs from Hopper on). Its memory grows with this number. Data pipelines observe it. None:
         any number, and attention reads a mask.
-      loss_chunk: tokens of a row whose logits exist at a time in training; see [Note: a loss without logits] in
-        losses.py.
+      loss_chunk: number of tokens of a row whose logits exist at a time in training; see [Note: a loss without logits]
+        in losses.py.
 
     Raises:
-      ValueError: for values that contradict each other; names field, value and remedy.
+      ValueError: for invalid or contradictory values; names field, value and remedy.
     """
 
     vocab_size: int
@@ -142,29 +144,29 @@ class LlamaConfig:
         if self.head_dim is None and self.dim % self.num_heads:
             raise ValueError(
                 f"LlamaConfig.dim={self.dim} is not a multiple of num_heads={self.num_heads}; "
-                "choose such a dim, or pass head_dim="
+                "choose another dim= or num_heads=, or pass head_dim="
             )
         if self.head_size <= 0 or self.head_size % 2:
             raise ValueError(
-                f"LlamaConfig.head_dim={self.head_size} must be positive and even, since the rotary embedding pairs "
-                "its halves; pass another head_dim="
+                f"LlamaConfig.head_dim={self.head_size} must be positive and even, because the rotary embedding "
+                "pairs its halves; pass another head_dim="
             )
         require_attention(self)
 
     @property
     def head_size(self) -> int:
-        """Return A: `head_dim`, or where that is None `dim // num_heads`."""
+        """A: `head_dim`, or `dim // num_heads` if it is None."""
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Count the weights of one layer that take part in matmuls (so no norms and no biases)."""
+        """Number of weights per layer in matmuls (without norms and biases)."""
         attention = 2 * self.dim * (self.num_heads + self.num_kv_heads) * self.head_size
         return attention + 3 * self.dim * self.ffn_dim
 
     @property
     def num_params(self) -> int:
-        """Count all parameters; a tied head counts once."""
+        """Number of parameters; a tied head counts once."""
         norms = 2 * self.dim + (2 * self.head_size if self.qk_norm else 0)
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_size if self.qkv_bias else 0
         biases += self.dim if self.out_bias else 0
@@ -173,12 +175,12 @@ class LlamaConfig:
 
 
 def flops_per_token(config: LlamaConfig, num_keys: float) -> float:
-    """Count the model FLOPs of forward and backward per token: `6 N + 12 L H A T`.
+    """Return the model FLOPs of forward and backward per token: `6 N + 12 L H A T`.
 
-    N counts the weights that take part in matmuls: the head (tied or not), but not the lookup, norms or biases. The
-    attention term counts scores and values over T=`num_keys` keys. Given all of a row, *without* the causal half, that
-    is the convention of PaLM (arXiv 2204.02311, appendix B) and torchtitan; given the keys that a token sees on
-    average, it is what causal attention computes. With a window, T is the window where that is shorter.
+    N is the number of weights in matmuls: with the head (tied or not), without the lookup, norms and biases. The
+    attention term counts scores and values over T=`num_keys` keys. With all keys of a row, *without* halving for
+    causality, it is the convention of PaLM (arXiv 2204.02311, appendix B) and torchtitan. With the average number of
+    keys that a token sees, it is the work of causal attention. A shorter window replaces T.
     Recomputed activations do not count: this is for MFU, not for hardware utilization.
     """
     matmul_params = config.num_layers * config.matmul_params_per_layer + config.dim * config.vocab_size

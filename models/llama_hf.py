@@ -1,6 +1,6 @@
-"""Llama, Mistral, Qwen 2 and Qwen 3 in the form of Hugging Face: names of arrays, and `config.json` read and written.
+"""Llama, Mistral, Qwen 2 and Qwen 3 in Hugging Face's format: names of arrays; reads and writes `config.json`.
 
-Plain data and plain functions; whoever reads checkpoints finds them in a job's field `pretrained`.
+Plain data and functions; a job has them as its field `pretrained`.
 """
 
 import math
@@ -11,7 +11,7 @@ from .checks import MOST_HEADS, MOST_LAYERS
 from .hf_config import Options, check_architecture, refusal
 from .llama_config import ROPE_KINDS, LlamaConfig, RopeScaling
 
-# (our name, their name, how the dims stand). {i}: the layer, which is a leading dim of ours where layers are stacked.
+# (our name, their name, order of dims). {i}: the layer, which is a leading dim of our array if layers are stacked.
 RULES = [
     ("embed.embedding", "model.embed_tokens.weight"),
     ("layers.{i}.attn_norm.scale", "model.layers.{i}.input_layernorm.weight"),
@@ -35,7 +35,7 @@ RULES = [
 
 _ORIGINAL = "original_max_position_embeddings"
 
-# What transformers assumes for options that a config.json leaves out.
+# Defaults of transformers for options that a config.json omits.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -45,10 +45,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the fields of `LlamaConfig` that a `config.json` decides: all but how layers are stored and attention runs.
+    """Read the fields of `LlamaConfig` from a `config.json`, except storage of layers and the attention kernel.
 
     Raises:
-      ValueError: for another architecture, and for options that the model lacks; names them.
+      ValueError: for another architecture, and for options that the model does not support; names them.
     """
     check_architecture(options, _DEFAULTS)
     read = Options({**_DEFAULTS[options["model_type"]], **options})
@@ -79,7 +79,7 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _window(read: Options) -> int | None:
-    """Read which keys a query sees; the model has one window for all layers, or none."""
+    """Read the window of attention; the model has the same window, or none, in all layers."""
     window, kinds = read.take("sliding_window"), read.take("layer_types")
     if read.architecture.startswith("qwen"):
         begin = read.take("max_window_layers", 28)
@@ -115,10 +115,10 @@ def _rope(read: Options) -> dict[str, Any]:
 
 
 def _scaling(kind: str, rope: Options, read: Options) -> dict[str, Any]:
-    """Read what each kind of scaling needs besides its factor."""
+    """Read the parameters of a kind of scaling, besides its factor."""
     if kind == "linear":
         return {}
-    # Of dynamic scaling transformers reads no other length than max_position_embeddings.
+    # For dynamic scaling, transformers reads only max_position_embeddings.
     original = None if kind == "dynamic" else rope.take(_ORIGINAL)
     fields = {"original_context": read.need("max_position_embeddings") if original is None else original}
     if kind == "dynamic":
@@ -138,13 +138,13 @@ def _scaling(kind: str, rope: Options, read: Options) -> dict[str, Any]:
 
 
 def config_from_fields(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
-    """Write the `config.json` of a model: that of the relative which computes the same.
+    """Return the `config.json` of a model, with the architecture that computes the same.
 
     Args:
-      seq_len: the longest row that the model is for; a stretched rotary embedding says itself how far it reaches.
+      seq_len: maximum row length of the model; with rope scaling the longer of this and the scaled context.
 
     Raises:
-      ValueError: if no relative does (biases together with norms of queries and keys).
+      ValueError: if no architecture does, naming the fields.
     """
     architecture = _architecture(config)
     options = {
@@ -168,7 +168,7 @@ def config_from_fields(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
     if (scaling := config.rope_scaling) is not None:
         options["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor, **_scaling_options(scaling)}
         if scaling.kind == "dynamic":
-            options["max_position_embeddings"] = scaling.original_context  # what its frequencies depend on
+            options["max_position_embeddings"] = scaling.original_context  # determines the frequencies
         elif scaling.kind != "linear":
             options["max_position_embeddings"] = max(seq_len, int(scaling.factor * scaling.original_context))
     return options
@@ -184,7 +184,7 @@ def _scaling_options(scaling: RopeScaling) -> dict[str, Any]:
 
 
 def _architecture(config: LlamaConfig) -> str:
-    # Mistral without a window is Llama, but for a check of transformers: a Llama's heads must divide its width.
+    # Mistral without a window equals Llama, but transformers requires that a Llama's heads divide its width.
     can_be_llama = config.local_window_size is None and config.dim % config.num_heads == 0
     if config.qk_norm and config.qkv_bias == config.out_bias:
         return "qwen3"
@@ -193,8 +193,8 @@ def _architecture(config: LlamaConfig) -> str:
     if config.qk_norm or config.qkv_bias != config.out_bias or (config.out_bias and not can_be_llama):
         raise ValueError(
             f"LlamaConfig(qkv_bias={config.qkv_bias}, out_bias={config.out_bias}, qk_norm={config.qk_norm}) has no "
-            "relative in Hugging Face: Qwen 2 has qkv_bias, Qwen 3 qk_norm with both biases or none, Llama both biases "
-            "or none and no window; export a model with one of these"
+            "architecture in Hugging Face: Qwen 2 has qkv_bias, Qwen 3 qk_norm with both biases or none, Llama both "
+            "biases or none and no window; export a model with one of these combinations"
         )
     return "llama" if can_be_llama else "mistral"
 
@@ -209,7 +209,7 @@ def _window_options(architecture: str, window: int | None) -> dict[str, Any]:
 
 PRETRAINED: dict[str, Any] = {
     "rules": RULES,
-    # Written by old versions; computed from the configuration.
+    # Stored by old versions; computed from the configuration.
     "ignored": ["*.rotary_emb.inv_freq"],
     "tied": {"lm_head.weight": "model.embed_tokens.weight"},
     "prefix": "model.",

@@ -1,4 +1,4 @@
-"""The losses of the models here, as sums: of next tokens and of classes; and the shapes of the batches they take."""
+"""Losses of the models as sums, for next tokens and classes, and the shapes of their batches."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 
 class LossSums(NamedTuple):
-    """Sums over tokens or images, to be added over devices and microbatches and divided once: `total / weight`.
+    """Sums over tokens or images, which are added over devices and microbatches and divided once: `total / weight`.
 
-    Scalars, or [B] of each row by itself.
+    Scalars, or [B] with one sum per row.
     """
 
     total: jax.Array
@@ -21,18 +21,17 @@ class LossSums(NamedTuple):
 
 
 def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Array], **options: Any) -> LossSums:
-    """Sum the weighted cross entropy of `targets`. Moves no data between devices.
+    """Sum the weighted cross entropy of `targets`. Needs no communication.
 
     Layout:  tokens, targets [B T] int32 -> scalars
-    Dtype:   float32, whatever the logits' dtype.
+    Dtype:   float32, for logits of any dtype.
 
     Args:
       model: called as `model(tokens, segment_ids=..., positions=..., **options)`.
       batch: `tokens` and `targets`; optional `weights` `[B T]` float32 (default: 1, but 0 where `segment_ids` is 0),
-        `segment_ids`, `positions`. The targets are the caller's: nothing is shifted here, and a target that lies in
-        the next document counts unless its weight is 0. A target outside the vocabulary, such as -100, makes the loss
-        NaN unless its weight is 0.
-      options: handed on to the model, such as `deterministic=False`.
+        `segment_ids`, `positions`. Targets are not shifted here, and a target in the next document counts unless its
+        weight is 0. A target outside the vocabulary, such as -100, makes the loss NaN unless its weight is 0.
+      options: passed to the model, such as `deterministic=False`.
 
     Returns:
       `total` and `weight`, and in `aux` `correct`: the weight of the tokens whose highest logit is the target.
@@ -42,9 +41,9 @@ def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Arr
 
 
 def loss_of_model(model: Callable[..., LossSums], batch: Mapping[str, jax.Array], **options: Any) -> LossSums:
-    """Let the model sum the losses of `targets` itself, so that no logits of whole rows exist; see `head_loss`.
+    """Sum the losses of `targets` inside the model, so that logits of whole rows never exist; see `head_loss`.
 
-    Args: as `next_token_loss`; the model is also given `targets` and `weights`. With `by_row=True` the sums are [B].
+    Args: as `next_token_loss`; the model also receives `targets` and `weights`. With `by_row=True` the sums are [B].
     """
     names = ("segment_ids", "positions", "targets")
     given = {name: batch.get(name) for name in names}
@@ -52,7 +51,7 @@ def loss_of_model(model: Callable[..., LossSums], batch: Mapping[str, jax.Array]
 
 
 def token_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """Return how much each target counts: `weights` of the batch; without them 1, and 0 in padding. Layout: [B T]."""
+    """Return the weight of each target: `weights` of the batch, else 1, and 0 for padding. Layout: [B T]."""
     if (weights := batch.get("weights")) is not None:
         return weights
     segment_ids = batch.get("segment_ids")
@@ -60,10 +59,10 @@ def token_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def classification_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Array]) -> LossSums:
-    """Sum the weighted cross entropy of `labels`. Moves no data between devices.
+    """Sum the weighted cross entropy of `labels`. Needs no communication.
 
     Layout:  images [B H W C], labels [B] int32 -> scalars
-    Dtype:   float32, whatever the logits' dtype.
+    Dtype:   float32, for logits of any dtype.
 
     Args:
       model: called as `model(images)`; returns logits `[B K]`.
@@ -80,13 +79,13 @@ def classification_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax
 
 
 def cross_entropy(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> LossSums:
-    """Sum the weighted negative log likelihood of labels, and the weight of those that have the highest logit.
+    """Sum the weighted negative log likelihood of labels, and the weights of labels with the highest logit.
 
     Layout:  [... K], [...] int, [...] -> scalars
     Dtype:   float32 inside and out.
 
     Raises:
-      ValueError: for labels or weights of another shape: what is repeated for rows would be counted once.
+      ValueError: for labels or weights of another shape; broadcast weights would be counted once.
     """
     _check_shapes(logits.shape[:-1], labels, weights)
     logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
@@ -102,14 +101,14 @@ def _check_shapes(rows: tuple[int, ...], labels: Any, weights: Any) -> None:
     for name, value in (("labels", labels), ("weights", weights)):
         shape = getattr(value, "shape", ())
         if shape != rows:
-            raise ValueError(f"{name} of shape {shape} are not one for each of {rows}; give an array of that shape")
+            raise ValueError(f"{name} of shape {shape} must have shape {rows}; pass one per token or row")
 
 
 def _each(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return of each label its loss, whether it has the highest logit, and the norm of its probabilities.
+    """Return for each label its loss, whether it has the highest logit, and the log of the softmax's denominator.
 
-    A label outside the classes, a negative one too, has NaN for a loss: an index from the end would be another class.
-    What has no weight has no loss, whatever its label.
+    The loss of a label outside the classes, also of a negative one, is NaN: an index from the end would be another
+    class. With weight 0 the loss is 0 for any label.
     """
     inside = jnp.where(labels < 0, logits.shape[-1], labels)
     norm = jax.nn.logsumexp(logits, axis=-1)
@@ -118,13 +117,13 @@ def _each(logits: jax.Array, labels: jax.Array, weights: jax.Array) -> tuple[jax
 
 
 # [Note: a loss without logits]
-# Logits are the largest array of a language model: [T V] in float32 are 4 GiB for a row of 8192 tokens and 128k words,
-# and their gradient as much again. So the head is multiplied, and its loss summed, chunk by chunk; and while a chunk's
-# logits exist, the gradients of the hidden states and of the head are formed too, for a loss that counts 1. The
-# backward only scales them: the head is multiplied once forward and twice for gradients, as without chunks. The price:
-# a gradient of the head in float32 while the chunks are summed, and that of the hidden states until the backward.
-# Method: the fused linear cross entropy of Liger-Kernel (arXiv 2410.10989). Chunks are of a row's tokens and never of
-# rows, which a program may split over devices.
+# Logits are the largest array of a language model: [T V] in float32 is 4 GiB for a row of 8192 tokens and a vocabulary
+# of 128k, and so is their gradient. So the head is applied, and its loss summed, chunk by chunk. While the logits of a
+# chunk exist, the gradients of the hidden states and of the head are computed too, for a cotangent of 1. The backward
+# only scales them. The head takes part in one matmul forward and two for gradients, as without chunks. The cost is a
+# gradient of the head in float32 while chunks are summed, and a gradient of the hidden states until the backward.
+# Method: the fused linear cross entropy of Liger-Kernel (arXiv 2410.10989). Chunks split the tokens of a row, not rows,
+# which a program may split over devices.
 
 
 def head_loss(
@@ -137,37 +136,36 @@ def head_loss(
     tied: bool = False,
     by_row: bool = False,
 ) -> LossSums:
-    """Multiply hidden states by a head and sum the weighted cross entropy, `chunk` tokens of every row at a time.
+    """Apply a head to hidden states and sum the weighted cross entropy, `chunk` tokens of every row at a time.
 
-    Layout:  hidden [B T D], kernel [D V] ([V D] where tied), targets, weights [B T] -> scalars, or [B] by row
-    Dtype:   logits in the dtype of the weights; sums, and those of the head's gradient, in float32.
-    Memory:  logits [B chunk V] and their gradient; forward to backward d(hidden) [B T D] and d(kernel) [D V], or by
-             row nothing.
-    Cost:    by row the head is multiplied once more, in the backward.
+    Layout:  hidden [B T D], kernel [D V] ([V D] if tied), targets, weights [B T] -> scalars, or [B] by row
+    Dtype:   logits in the dtype of the weights; sums of losses and of the head's gradient in float32.
+    Memory:  logits [B chunk V] and their gradient; from forward to backward d(hidden) [B T D] and d(kernel) [D V], or
+             nothing by row.
+    Cost:    by row, the backward recomputes the logits.
 
     Args:
-      chunk: tokens of a row; a row that is no multiple is padded with tokens of weight 0.
-      tied: the kernel is an embedding, one row per token id.
-      by_row: return the sums of each row: for losses of whole rows, whose gradient weighs the rows only once all their
-        tokens are summed.
+      chunk: number of tokens of a row; rows are padded to a multiple with tokens of weight 0.
+      tied: the kernel is an embedding, with one row per token id.
+      by_row: return the sums of each row, for losses of whole rows, in which the weight of a row depends on its sum.
 
     Raises:
-      ValueError: for a head that is no matrix of the hidden states' width, a chunk that is no whole number from 1 on,
-        rows without tokens, and targets or weights of another shape.
+      ValueError: for a head that is not a matrix of the hidden states' width, a chunk that is not a positive whole
+        number, rows without tokens, and targets or weights of another shape.
     """
     width = kernel.shape[-1 if tied else 0] if kernel.ndim == 2 else None
     if width != hidden.shape[-1]:
         raise ValueError(
-            f"a head of shape {kernel.shape} cannot be multiplied by hidden states of width {hidden.shape[-1]}; give a "
-            f"matrix {'[V, D]' if tied else '[D, V]'} with D={hidden.shape[-1]}"
+            f"a head of shape {kernel.shape} does not match hidden states of width {hidden.shape[-1]}; pass a matrix "
+            f"{'[V, D]' if tied else '[D, V]'} with D={hidden.shape[-1]}"
         )
     if not isinstance(chunk, int) or chunk < 1:
         raise ValueError(f"chunk={chunk!r} tokens must be a whole number, at least 1")
     if not hidden.shape[1]:
-        raise ValueError(f"hidden states of shape {hidden.shape}: dim 1 has no tokens; give rows of at least 1")
+        raise ValueError(f"hidden states of shape {hidden.shape}: dim 1 has no tokens; pass rows with at least 1")
     _check_shapes(hidden.shape[:2], targets, weights)
     weights, dtype = weights.astype(jnp.float32), jnp.result_type(hidden, kernel)
-    hidden, kernel = hidden.astype(dtype), kernel.astype(dtype)  # outside of the derivative, so that each has its own
+    hidden, kernel = hidden.astype(dtype), kernel.astype(dtype)  # outside of custom_vjp, whose gradients have one dtype
     if by_row:
         return _head_sums_by_row(hidden, kernel, targets, weights, chunk, tied)
     sums: Any = _head_sums(hidden, kernel, targets, weights, chunk, tied)
@@ -175,7 +173,7 @@ def head_loss(
 
 
 def _head_sums_by_row(hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: int, tied: bool) -> LossSums:
-    dtype, kernel = kernel.dtype, kernel.astype(jnp.float32)  # so that gradients of chunks are summed in float32
+    dtype, kernel = kernel.dtype, kernel.astype(jnp.float32)  # sums gradients of chunks in float32
 
     @jax.checkpoint
     def body(sums: Any, rows: Any) -> tuple[Any, None]:
@@ -220,7 +218,7 @@ def _head_forward(hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: i
     zero = jnp.zeros((), jnp.float32)
     carry = (zero, zero, jnp.zeros(kernel.shape, jnp.float32))
     (total, correct, d_kernel), chunks = jax.lax.scan(body, carry, _chunks(chunk, hidden, targets, weights))
-    # A sum over tokens may be beyond float16; elsewhere the cast is before the barrier, so that no float32 array waits.
+    # A sum over tokens may exceed float16. Other dtypes are cast before the barrier, so that no float32 array is kept.
     d_kernel = d_kernel if kernel.dtype == jnp.float16 else d_kernel.astype(kernel.dtype)
     d_hidden, losses = jax.tree.map(partial(_joined, seq_len=hidden.shape[1]), chunks)
     return (total, correct), jax.lax.optimization_barrier((d_hidden, d_kernel, losses))
@@ -228,7 +226,7 @@ def _head_forward(hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: i
 
 def _head_backward(chunk: int, tied: bool, saved: Any, cotangents: Any) -> tuple[Any, Any, None, Any]:
     d_hidden, d_kernel, losses = saved
-    scale = cotangents[0]  # of the total; `correct` has no derivative
+    scale = cotangents[0]  # cotangent of the total; `correct` has no derivative
     dtype = d_hidden.dtype
     return (d_hidden * scale).astype(dtype), (d_kernel * scale).astype(dtype), None, losses * scale
 
@@ -241,7 +239,7 @@ def _scores(hidden: jax.Array, kernel: jax.Array, tied: bool) -> jax.Array:
 
 
 def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Cut rows into chunks of at most so many tokens, with zeros at the end. Layout: [B T ..] -> [C B T/C ..]."""
+    """Split rows into chunks of at most `chunk` tokens, padded with zeros. Layout: [B T ..] -> [C B T/C ..]."""
     seq_len = arrays[0].shape[1]
     num = math.ceil(seq_len / min(chunk, seq_len))
     size = math.ceil(seq_len / num)

@@ -1,4 +1,4 @@
-"""The optimizer of the models here, and which of their parameters it decays."""
+"""The models' optimizer, and its mask of weight decay."""
 
 from typing import Any
 
@@ -9,13 +9,13 @@ NORMS_AND_BIASES = frozenset({"scale", "bias"})
 
 
 def decay_mask(params: Any, *, spared: frozenset[str] = NORMS_AND_BIASES) -> Any:
-    """Say by name which parameters decay: all but norms and biases.
+    """Return which parameters decay: all except norms and biases.
 
-    Embeddings decay, as in Llama's own training: a tied table is also the head, whose logits decay keeps in bounds.
+    Embeddings decay, as in Llama's training: a tied table is also the head, and decay limits its logits.
 
     Args:
-      params: the tree of a model's parameters, nested by name; a dict from dotted name to array works too.
-      spared: a parameter is spared where any part of its path is one of these.
+      params: a model's parameters as a tree nested by name, or as a dict from dotted name to array.
+      spared: names; a parameter with one of them in its path does not decay.
 
     Returns:
       The same tree with bools.
@@ -29,5 +29,5 @@ def decay_mask(params: Any, *, spared: frozenset[str] = NORMS_AND_BIASES) -> Any
 
 
 def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """Return Llama's AdamW (GPT-3's too): b1 0.9, b2 0.95, decay 0.1 on what `decay_mask` names."""
+    """Return the AdamW of Llama and GPT-3: b1 0.9, b2 0.95, decay 0.1 with `decay_mask`."""
     return optax.adamw(learning_rate, b1=0.9, b2=0.95, weight_decay=0.1, mask=decay_mask)

@@ -1,6 +1,6 @@
-"""Recipes: the options of runs that are known to work, as plain data for `scripts/train.py --recipe NAME`."""
+"""Recipes: options of tested runs, as plain data for `scripts/train.py --recipe NAME`."""
 
-# A small Llama on the sources of Python's standard library, on eight simulated devices: minutes on two cores.
+# A small Llama on the source code of Python's standard library, on eight simulated devices: minutes on two cores.
 _STDLIB = {
     "model": "llama-tiny",
     "data": "stdlib",
@@ -22,7 +22,7 @@ RECIPES = {
     "stdlib": _STDLIB,
     # The same with GPT-2, a model in Flax Linen.
     "gpt2-stdlib": _STDLIB | {"model": "gpt2-tiny"},
-    # Llama 3 8B from scratch on a cluster, 4M tokens per step on 64 GPUs: give --data, --tokenizer and --run-dir.
+    # Llama 3 8B from scratch on a cluster, 4M tokens per step on 64 GPUs: pass --data, --tokenizer and --run-dir.
     "llama-8b": {
         "model": "llama-8b",
         "data": "data/*.jsonl",

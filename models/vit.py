@@ -1,12 +1,12 @@
 """The Vision Transformer in plain Flax NNX; examples/vit.py trains it.
 
 An encoder over the patches of an image: learned positions, a norm before each half of a block, biases everywhere, GELU.
-The norm may be BatchNorm, whose statistics are state beside the parameters. Nothing here knows about sharding, but what
-is split over mesh axis `tensor` where the program has one: heads and the wide dim of an MLP, with the weights they
-belong to (`placements`); and between them the tokens, where the axis divides their number (197 it does not).
+The norm can be BatchNorm, whose statistics are part of the model's state. The model is written without sharding, except
+over mesh axis `tensor`, if the mesh has one. That axis splits heads and the wide dim of an MLP, with their weights
+(`placements`), and elsewhere the tokens, if it divides their number (197 is prime).
 
 Parameter names (joined by "."; with `stacked=True` each array below `blocks` has a leading dim L, with `stacked=False`
-the names read `blocks.0.attn...`). Kernels are `[in, out]`; P = side of a patch, T = tokens:
+the names are `blocks.0.attn...`). Kernels are `[in, out]`; P = side of a patch, T = tokens:
 
     embed.patch.kernel       [P*P*C, D]  .bias [D]        blocks.norm1.{scale,bias}   [D]
     embed.class_token        [1, 1, D]   (pool="token")   blocks.attn.qkv.kernel      [D, 3D]  .bias [3D]
@@ -14,12 +14,12 @@ the names read `blocks.0.attn...`). Kernels are `[in, out]`; P = side of a patch
     norm.{scale,bias}        [D]                          blocks.norm2.{scale,bias}   [D]
     head.kernel              [D, K]      .bias [K]        blocks.mlp.up.kernel        [D, F]   .bias [F]
                                                           blocks.mlp.down.kernel      [F, D]   .bias [D]
-    With norm="batch" each norm also holds the statistics `mean` and `var` [D], float32; no parameters.
+    With norm="batch" each norm also has the statistics `mean` and `var` [D], float32, which are not parameters.
 
-Dtypes: parameters are created in float32, and compute follows the dtype of the weights it finds. With bfloat16 weights
-everything is bfloat16 but the inside of norms and the softmax; statistics stay float32.
+Dtypes: parameters are created in float32, and compute is in the dtype of the weights. With bfloat16 weights everything
+is bfloat16, except the inside of norms and the softmax; statistics stay float32.
 
-Values that a remat policy may name: qkv, attended (before its projection), mlp_hidden (before the GELU).
+Named values for remat policies: qkv, attended (before its projection), mlp_hidden (before the GELU).
 
 Source: Dosovitskiy et al., "An Image is Worth 16x16 Words" (arXiv 2010.11929), and google-research/vision_transformer.
 """
@@ -55,9 +55,9 @@ _token_init = nnx.initializers.normal(0.02)
 
 
 class BatchNorm(nnx.BatchNorm):
-    """Normalize by the batch's statistics, or in evaluation by those stored: float32 inside, the input's dtype out.
+    """BatchNorm in float32, with stored statistics in evaluation; returns the input's dtype.
 
-    The statistics are over all leading dims; in a jfsdp step (program="xla") that is the global batch.
+    Statistics are over all leading dims: in a jfsdp step (program="xla") over the global batch.
     """
 
     def __call__(self, x: jax.Array, *args: Any, **kwargs: Any) -> jax.Array:
@@ -65,7 +65,7 @@ class BatchNorm(nnx.BatchNorm):
 
 
 class LayerNorm(nnx.Module):
-    """Normalize the last dim, multiply by a scale and add a bias; see `layer_norm`."""
+    """LayerNorm with scale and bias; see `layer_norm`."""
 
     def __init__(self, dim: int, *, eps: float):
         self.eps = eps
@@ -88,12 +88,12 @@ def _linear(num_in: int, num_out: int, rngs: nnx.Rngs) -> nnx.Linear:
 
 
 def _dropout(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
-    """Return dropout; without a rate it holds no rng, so that the model has no state but what it needs."""
+    """Return dropout; with rate 0 it has no rngs, which would be unused state of the model."""
     return nnx.Dropout(config.dropout, rngs=rngs if config.dropout else None)
 
 
 class PatchEmbed(nnx.Module):
-    """Cut an image into patches, project each, and add class token and positions.
+    """Projection of the patches of an image, with class token and positions.
 
     The projection is the published convolution with stride P, written as a reshape and a matmul.
     """
@@ -119,7 +119,7 @@ class PatchEmbed(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Attend from every token to every token."""
+    """Attention of every token to every token."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.config = config
@@ -136,7 +136,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """Apply `down(gelu(up(x)))`, with the exact GELU."""
+    """`down(gelu(up(x)))`, with the exact GELU."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.up = _linear(config.dim, config.ffn_dim, rngs)
@@ -147,7 +147,7 @@ class MLP(nnx.Module):
 
 
 class EncoderBlock(nnx.Module):
-    """Add attention, then the MLP, to the residual stream. The unit to shard by."""
+    """A block: adds attention, then the MLP, to the residual stream. The unit for sharding."""
 
     def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
         self.norm1 = _make_norm(config, rngs)
@@ -162,11 +162,11 @@ class EncoderBlock(nnx.Module):
 
 
 class ViT(nnx.Module):
-    """Classify images.
+    """The Vision Transformer, a classifier of images.
 
-    As NNX models are, it is born in training mode: dropout drops, and BatchNorm uses the batch; `nnx.view` with
-    `deterministic=True, use_running_average=True` (or `eval()`) changes that, as `evaluation_loss` does. With the same
-    seed the stacked model and the listed one hold the same weights.
+    Like other NNX models it is created in training mode: dropout is active, and BatchNorm uses the batch. `nnx.view`
+    with `deterministic=True, use_running_average=True` (or `eval()`) selects evaluation, as in `evaluation_loss`. With
+    the same seed, stacked and unstacked models have the same weights.
     """
 
     def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
@@ -186,10 +186,10 @@ class ViT(nnx.Module):
         """Compute logits.
 
         Layout:  [B H W C] -> [B K]
-        Dtype:   any in, cast to that of the weights; out in that of the weights.
+        Dtype:   images of any dtype are cast to the dtype of the weights, which logits have too.
 
         Raises:
-          ValueError: if the images are not of the configuration's shape.
+          ValueError: if the images do not have the configured shape.
         """
         config = self.config
         expected = (config.image_size, config.image_size, config.channels)
@@ -215,17 +215,17 @@ class ViT(nnx.Module):
 
 
 def evaluation_loss(model: ViT, batch: Mapping[str, jax.Array]) -> LossSums:
-    """Compute `classification_loss` without dropout and with the stored batch statistics; leaves the model as it is."""
+    """Compute `classification_loss` without dropout and with stored batch statistics. Does not change the model."""
     modes = {"deterministic": True, "use_running_average": True}
     return classification_loss(nnx.view(model, raise_if_not_found=False, **modes), batch)
 
 
 def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
-    """Return AdamW as published (b1 0.9, b2 0.999, decay 0.1), which decays kernels only: no token and no positions."""
+    """Return the published AdamW (b1 0.9, b2 0.999, decay 0.1), which decays only kernels: no token or positions."""
     mask = partial(decay_mask, spared=NORMS_AND_BIASES | {"class_token", "positions"})
     return optax.adamw(learning_rate, b1=0.9, b2=0.999, weight_decay=0.1, mask=mask)
 
 
 def placements() -> Placements:
-    """Return which dim of which weights mesh axis `tensor` cuts: the kernels of attention and MLP."""
+    """Return the placements of the kernels of attention and MLP, which mesh axis `tensor` cuts."""
     return make_placements(("**.attn.qkv.kernel", "**.mlp.up"), ("**.attn.out.kernel", "**.mlp.down.kernel"))

@@ -1,4 +1,4 @@
-"""Dimensions and options of the Vision Transformer: the configuration, the published sizes, their FLOPs."""
+"""Configuration of the Vision Transformer, the published sizes, and their FLOPs."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -22,7 +22,7 @@ Pool = Literal["token", "mean"]
 
 @dataclass(frozen=True, kw_only=True)
 class ViTConfig:
-    """Hold the dimensions and options of one model.
+    """Dimensions and options of a model.
 
     Args:
       image_size: H and W of an image.
@@ -34,15 +34,17 @@ class ViTConfig:
       num_heads: must divide `dim`.
       ffn_dim: F, width inside the MLP.
       norm: "layer", as published, or "batch": BatchNorm over batch and patches, whose statistics are state.
-      pool: what the head sees: "token", a class token beside the patches, as published, or "mean", the patches' mean.
-      norm_eps: added to the variance under the root.
-      norm_momentum: of the stored batch statistics: the share that a step keeps of them.
-      dropout: rate on the embedded patches and on what each half of a block adds to the residual stream.
-      stacked: store blocks stacked, with a leading dim, and scan over them (compile time flat in depth); else a list.
+      pool: input of the head: "token", a class token in addition to the patches, as published, or "mean", the mean of
+        the patches.
+      norm_eps: epsilon added to the variance.
+      norm_momentum: momentum of the stored batch statistics.
+      dropout: rate on the embedded patches and on the output of each half of a block.
+      stacked: store blocks stacked, with a leading dim, and scan over them (compile time independent of depth); else a
+        list.
       attention: "xla" | "cudnn" | "auto". See [Note: choosing the attention kernel] in attention.py.
 
     Raises:
-      ValueError: for values that contradict each other; names field, value and remedy.
+      ValueError: for invalid or contradictory values; names field, value and remedy.
     """
 
     image_size: int = 224
@@ -75,7 +77,7 @@ class ViTConfig:
         if self.image_size % self.patch_size:
             raise ValueError(
                 f"ViTConfig.image_size={self.image_size} is not a multiple of patch_size={self.patch_size}; choose "
-                "such a size, or another patch_size="
+                "another image_size= or patch_size="
             )
 
     @property
@@ -84,22 +86,22 @@ class ViTConfig:
 
     @property
     def seq_len(self) -> int:
-        """Return T: the patches, and the class token where there is one."""
+        """T: the number of patches, plus 1 with a class token."""
         return self.num_patches + (self.pool == "token")
 
     @property
     def patch_dim(self) -> int:
-        """Return the numbers in one patch."""
+        """Number of values in a patch."""
         return self.patch_size**2 * self.channels
 
     @property
     def matmul_params_per_layer(self) -> int:
-        """Count the weights of one block that take part in matmuls."""
+        """Number of weights per block in matmuls."""
         return 4 * self.dim**2 + 2 * self.dim * self.ffn_dim
 
     @property
     def num_params(self) -> int:
-        """Count all parameters; stored batch statistics are none."""
+        """Number of parameters, without stored batch statistics."""
         vectors = 4 * self.dim + 5 * self.dim + self.ffn_dim  # two norms; biases of attention and MLP
         embedding = (self.patch_dim + 1) * self.dim + self.seq_len * self.dim + (self.pool == "token") * self.dim
         head = 2 * self.dim + (self.dim + 1) * self.num_classes
@@ -107,10 +109,10 @@ class ViTConfig:
 
 
 def flops_per_image(config: ViTConfig, num_keys: float = 1) -> float:
-    """Count the model FLOPs of forward and backward per image: `6 (T N + P E + D K) + 12 L D T^2`.
+    """Return the model FLOPs of forward and backward per image: `6 (T N + P E + D K) + 12 L D T^2`.
 
-    N counts the weights of the blocks that take part in matmuls, P E the patches times their embedding, D K the head;
-    the attention term scores and values over all T tokens. `num_keys` is not read: a token sees its whole image.
+    N is the number of weights of the blocks in matmuls, P E the patches times their embedding, D K the head. The
+    attention term counts scores and values over all T tokens. `num_keys` is ignored: a token sees its whole image.
     """
     del num_keys
     blocks = config.seq_len * config.num_layers * config.matmul_params_per_layer

@@ -224,7 +224,7 @@ def test_no_array_of_the_compiled_program_is_as_wide_as_the_row_squared(heads):
 @pytest.mark.parametrize(
     ("gpu", "dtype", "seq_len", "is_packed", "facts"),
     [
-        ("h100", "bfloat16", 65536, True, ("cuDNN", "documents by their places")),
+        ("h100", "bfloat16", 65536, True, ("cuDNN", "documents by position")),
         ("a100-80", "bfloat16", 8192, True, ("cuDNN", "[B 1 T T]", "Hopper")),
         ("a100-80", "bfloat16", 8194, True, ("cuDNN", "[B 1 2048 T]", "Hopper")),
         (None, "float32", 512, True, ("XLA", "[B H T T]", "Ampere", "[B 1 T T]")),

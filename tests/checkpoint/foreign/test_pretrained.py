@@ -340,7 +340,7 @@ def test_options_that_the_model_lacks_are_refused_by_name(tmp_path):
         facts = tmp_path / "config.json", fact or f"{option}={value!r}"
         refuses(functools.partial(pretrained_fields, tmp_path, names), *facts)
     config = dataclasses.replace(llama.PRESETS["llama-tiny"], qkv_bias=True, qk_norm=True)
-    refuses(lambda: llama_hf.config_from_fields(config, 64), "no relative")
+    refuses(lambda: llama_hf.config_from_fields(config, 64), "no architecture")
 
 
 def test_configurations_of_transformers_4_are_read():
