@@ -1,34 +1,34 @@
-"""What XLA has compiled in this process, for all who build the same program."""
+"""A cache, per process, of the programs that XLA compiled."""
 
 import collections
 import gc
 import io
 import pathlib
 
-# A program of a step takes some 60 maps of memory, and Linux gives a process 65,530: with 1000 programs XLA crashes.
+# The program of a step has about 60 memory maps, and Linux allows a process 65,530: with 1000 programs XLA crashes.
 MOST_PROGRAMS = 300
 MOST_MAPS = 20_000
-# Programs for GPUs are compiled to be read, and none is run. These leave them as they are, in under half of the time.
+# Programs for GPUs are only read, never run. These options do not change them, and halve the time to compile them.
 FOR_NO_GPU = {
-    "xla_gpu_autotune_level": 0,  # without a GPU nothing measures which tiling is fastest
-    "xla_gpu_cuda_data_dir": str(pathlib.Path(__file__).parent / "cuda"),  # nothing assembles kernels
-    "xla_gpu_libnvjitlink_mode": "LIB_NV_JIT_LINK_MODE_DISABLED",  # nothing links them
+    "xla_gpu_autotune_level": 0,  # without a GPU tilings cannot be timed
+    "xla_gpu_cuda_data_dir": str(pathlib.Path(__file__).parent / "cuda"),  # kernels are not assembled
+    "xla_gpu_libnvjitlink_mode": "LIB_NV_JIT_LINK_MODE_DISABLED",  # kernels are not linked
 }
 _KEPT = collections.OrderedDict()
 
 
 def compile_once():
-    """Let XLA compile once per process what many tests build alike: first states, steps, references.
+    """Make XLA compile each program once per process: many tests build equal states, steps and references.
 
-    Programs are the same if they are so to the letter, names of operations included, for the same devices and options.
-    Compiled ones stay in memory as they are: nothing is written or loaded.
+    Programs are equal if their text, including names of operations, their devices and their options are equal. They
+    stay in memory, and are not serialized.
     """
     from jax._src import compiler
 
     compile_program, kept = compiler.compile_or_get_cached, _KEPT
 
     def find_or_compile(backend, module, devices, options, host_callbacks, *args):
-        if host_callbacks:  # a program that calls Python calls the functions of its own test
+        if host_callbacks:  # a program with callbacks calls the Python functions of its test
             return compile_program(backend, module, devices, options, host_callbacks, *args)
         if backend.platform in ("cuda", "gpu"):
             options.env_option_overrides = [*options.env_option_overrides, *FOR_NO_GPU.items()]
@@ -45,7 +45,7 @@ def compile_once():
 
 
 def free_programs():
-    """Free all compiled programs, those in caches of tests too, where this process has many maps of memory."""
+    """Free all compiled programs, including those in caches of tests, if this process has many memory maps."""
     import jax
 
     maps = pathlib.Path("/proc/self/maps")

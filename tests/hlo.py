@@ -1,4 +1,4 @@
-"""Compile for H100s that are not there, and count the collectives of the scheduled HLO."""
+"""Devices of GPU clusters to compile for, and collectives of scheduled HLO."""
 
 import collections
 
@@ -10,22 +10,22 @@ from jfsdp.plan.hlo.trip_counts import walk
 
 
 def h100s(nodes, per_node=8):
-    """Return the devices of a cluster nobody has rented."""
+    """Return the devices of a described H100 cluster."""
     return gpus("h100", nodes, per_node)
 
 
 def gpus(name, nodes=1, per_node=8):
-    """Return the devices of a cluster of other GPUs."""
+    """Return the devices of a described cluster."""
     return topology_devices(Cluster(find_gpu(name), nodes, per_node))
 
 
 def collectives(hlo, num_devices):
-    """List the collectives of a scheduled module, loops multiplied out; bytes by the size of each one's group."""
+    """List the collectives of a scheduled module with loops multiplied out; bytes depend on the group size."""
     return find_collectives(parse_module(hlo), num_devices)
 
 
 def wire_bytes(found):
-    """Sum bytes on the wire per device and step by (kind, element type)."""
+    """Sum the bytes sent per device and step by (kind, element type)."""
     total = collections.Counter()
     for item in found:
         for dtype, size in item.wire_by_dtype.items():
@@ -34,7 +34,7 @@ def wire_bytes(found):
 
 
 def host_copies(hlo):
-    """Sum the bytes that a module copies outside of loops from host memory to the device, and back."""
+    """Sum the bytes that a module copies outside of loops from the host to the device, and back."""
     into, out = 0, 0
     for _, line, times in walk(parse_module(hlo)):
         if line.opcode == "copy-start" and times == 1:

@@ -1,8 +1,8 @@
-"""The models of this repository at toy size, and smaller ones of their forms: what parity compares.
+"""Models for parity tests: the models of this repository at toy size, and smaller ones with the same structure.
 
-Each has what a case needs: factory, loss, units, batches. The small ones compile twice as fast, so the pairwise arrays
-are of them: Tower (stacked, or a list) in NNX for Llama, a Linen stack with a tied head for GPT-2, and batch statistics
-for the Vision Transformer.
+Each case has a factory, a loss, units and batches. The smaller models compile twice as fast, so the pairwise arrays use
+them: Tower (stacked, or a list) in NNX for Llama, a Linen stack with a tied head for GPT-2, and a model with batch
+statistics for the Vision Transformer.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from jfsdp_models.losses import classification_loss, loss_of_model  # pyright: i
 from jfsdp_models.vit import EncoderBlock, ViT  # pyright: ignore[reportMissingImports]
 from jfsdp_models.vit_config import ViTConfig  # pyright: ignore[reportMissingImports]
 
-VOCAB, LENGTH, CLASSES, IMAGE = 61, 6, 10, 8  # a prime vocabulary: divides by no mesh
+VOCAB, LENGTH, CLASSES, IMAGE = 61, 6, 10, 8  # a prime vocabulary, which no mesh divides
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A model as `fully_shard` takes it, its loss and units, batches for it, and its placements."""
+    """A model for `fully_shard`, with loss, units, batches and placements."""
 
     source: Any
     loss: Callable
@@ -112,7 +112,7 @@ def vit(norm="batch", pool="token", dropout=0.0):
 
 
 class TiedTower(linen.Module):
-    """A stack whose head is the embedding, as GPT-2's is."""
+    """A stack with the embedding as head, like GPT-2."""
 
     @linen.compact
     def __call__(self, tokens):
@@ -123,7 +123,7 @@ class TiedTower(linen.Module):
 
 
 class NormBlock(nnx.Module):
-    """A block with batch statistics, as the Vision Transformer's has them here."""
+    """A block with batch statistics, like the Vision Transformer's with BatchNorm."""
 
     def __init__(self, rngs):
         self.norm = nnx.BatchNorm(24, rngs=rngs)
@@ -154,7 +154,7 @@ def tower(stacked, num_layers=2):
     return Case(source, small.token_loss, [small.Block], tokens)
 
 
-# Deep ones: deep enough for loops that prefetch leaves some iterations alike.
+# The deep models have enough layers that prefetching leaves loops with equal iterations.
 MODELS = {"llama": llama(True), "llama-list": llama(False), "gpt2": gpt2(), "vit": vit()}
 PUBLISHED = tuple(MODELS)
 MODELS |= {
@@ -167,13 +167,13 @@ MODELS |= {
 }
 SMALL = tuple(MODELS)[len(PUBLISHED) :]
 MODELS |= {"llama-deep": llama(True, num_layers=6), "tower-deep": tower(True, num_layers=6)}
-# With vocabularies that an axis cuts, and images of as many tokens as it splits.
+# Vocabularies that a mesh axis divides, and images whose number of tokens it divides.
 CUT = {"llama-cut": llama(True, num_layers=1, vocab=64), "gpt2-cut": gpt2(vocab=64), "vit-cut": vit("layer", "mean")}
 CUT |= {"vit-odd": vit("layer")}
 MODELS |= CUT
 
 
 def batches(model, num, rows, seed=0):
-    """Return `num` batches for a model by name."""
+    """Return `num` batches for the model with this name."""
     rng = np.random.default_rng(seed)
     return [MODELS[model].batch(rng, rows) for _ in range(num)]

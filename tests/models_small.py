@@ -1,4 +1,4 @@
-"""A small model, NNX and Linen, with the shapes that make sharding interesting, its loss, and batches for it."""
+"""A small model in NNX and Linen with awkward shapes for sharding, its loss, and its batches."""
 
 import functools
 import math
@@ -12,12 +12,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 import jfsdp
 
-VOCAB = 37  # prime: divides by no mesh
+VOCAB = 37  # a prime, which no mesh divides
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def spread(key, shape, dtype):
-    """Numbers of unit gain that follow from the key: XLA compiles them in a fifth of the time of normal deviates."""
+    """Return initial values with unit gain from a key; XLA compiles this in a fifth of the time of `normal`."""
     places = jnp.arange(math.prod(shape), dtype=jnp.uint32).reshape(shape)
     bits = (places ^ jax.random.key_data(key)[-1]) * jnp.uint32(2654435761)
     return ((bits >> 8) / 2**24 - 0.5).astype(dtype) * (12 / shape[0]) ** 0.5
@@ -35,7 +35,7 @@ def embed(vocab, dim, rngs):
 
 
 class Lookup(nnx.Module):
-    """An embedding and a head: the least that tokens are trained with."""
+    """An embedding and a head: the smallest model of tokens."""
 
     def __init__(self, rngs):
         self.embed, self.head = embed(VOCAB, 16, rngs), linear(16, VOCAB, rngs)
@@ -45,7 +45,7 @@ class Lookup(nnx.Module):
 
 
 class Scale(nnx.Module):
-    """The weight of a norm without its mean, which takes a tenth of the time that XLA takes for a step."""
+    """The scale of a norm without the normalization, which takes a tenth of the time to compile a step."""
 
     def __init__(self, dim):
         self.scale = nnx.Param(jnp.ones(dim))
@@ -87,7 +87,7 @@ class Tower(nnx.Module):
 
 
 def token_loss(model, batch):
-    """Cross entropy over the tokens that the batch weighs: uneven from row to row."""
+    """Return the weighted cross entropy; the weights are uneven between rows."""
     logits = model(batch["tokens"]).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]) * batch["weights"]
     right = (logits.argmax(-1) == batch["targets"]) * batch["weights"]
@@ -95,7 +95,7 @@ def token_loss(model, batch):
 
 
 def make_batches(num, *, rows=16, length=6, seed=0):
-    """Random tokens; the share of weighed tokens differs widely between rows."""
+    """Return batches of random tokens; the number of tokens with weight differs widely between rows."""
     rng = np.random.default_rng(seed)
 
     def one():
@@ -113,7 +113,7 @@ class LinenScale(linen.Module):
 
 
 class LinenBlock(linen.Module):
-    """The block, as `linen.scan` wants it."""
+    """The block in the form that `linen.scan` requires."""
 
     dim: int
 
@@ -125,7 +125,7 @@ class LinenBlock(linen.Module):
 
 
 class LinenTower(linen.Module):
-    """The tower, stacked under a scan or a list."""
+    """The tower in Linen: stacked under a scan, or a list."""
 
     stacked: bool = True
     dim: int = 16
@@ -144,5 +144,5 @@ class LinenTower(linen.Module):
 
 
 def linen_tower(stacked=True, num_layers=3):
-    """The Linen tower as `fully_shard` and the reference take it."""
+    """Return the Linen tower in the form for `fully_shard` and the reference."""
     return LinenTower(stacked, num_layers=num_layers), (jax.ShapeDtypeStruct((1, 6), jnp.int32),)

@@ -1,13 +1,13 @@
-"""Covering arrays: few rows in which every pair of values of two columns stands."""
+"""Covering arrays: few rows that contain every pair of values of any two columns."""
 
 import itertools
 from random import Random
 
 
 def cover(columns):
-    """Return rows, one value of each column, such that every pair of values of two columns stands in some row.
+    """Return rows, with one value per column, that contain every pair of values of any two columns.
 
-    The fewest rows that a greedy search finds with the columns in this order and in 40 others, always the same ones.
+    The result is the smallest of a greedy search with the columns in this order and in 40 others. It is deterministic.
     """
     random, orders = Random(0), [list(columns)]
     orders += [random.sample(orders[0], len(columns)) for _ in range(40)]
@@ -17,8 +17,11 @@ def cover(columns):
 
 
 def _greedy(sizes):
-    """Return rows as indices: each starts from a pair that is still missing, and takes for every other column the value
-    that meets most missing pairs. The order of the values decides ties, so the rows are the same everywhere."""
+    """Return rows as indices.
+
+    Each row starts from a missing pair, and takes in every other column the value with the most missing pairs. The
+    first value wins ties, so the result is deterministic.
+    """
     missing = {
         ((a, x), (b, y))
         for a, b in itertools.combinations(range(len(sizes)), 2)

@@ -1,7 +1,7 @@
-"""Several processes of one run on this machine, each with devices of its own, that tests call functions in.
+"""Several processes of one run on this machine, each with its own devices, in which tests call functions.
 
-They are started once and serve many calls: `Processes.call("module:function", ...)` calls it in all of them and returns
-what each returned. A process that does not answer in time is a failure, and ends them all: none may hang.
+They are started once and serve many calls: `Processes.call("module:function", ...)` calls the function in all of them
+and returns the list of results. If a process does not answer in time, all are killed and the test fails.
 """
 
 import contextlib
@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[1]
 
 
 class Raised(Exception):
-    """What a process raised: its type and message."""
+    """An exception in a process, as its type and message."""
 
 
 class Processes:
-    """A run of `num` processes with `devices_each` simulated devices; close it."""
+    """A run of `num` processes with `devices_each` simulated devices each. Must be closed."""
 
     def __init__(self, num=2, devices_each=2):
         with socket.socket() as free:
@@ -51,7 +51,7 @@ class Processes:
             self._answers.append(os.fdopen(answers))
 
     def start(self, function, *args):
-        """Begin a call in every process."""
+        """Start a call in every process."""
         assert self._running, "an earlier call ended the processes"
         for process in self._running:
             assert process.stdin is not None
@@ -59,7 +59,7 @@ class Processes:
             process.stdin.flush()
 
     def results(self, timeout_s=120):
-        """Wait for the call that was started; return what each process returned, or `Raised` where it raised."""
+        """Wait for the started call; return the result of each process, or `Raised` if it raised."""
         deadline, found = time.monotonic() + timeout_s, []
         for index, answers in enumerate(self._answers):
             ready, _, _ = select.select([answers], [], [], max(0, deadline - time.monotonic()))
@@ -73,7 +73,7 @@ class Processes:
         return found
 
     def call(self, function, *args, timeout_s=120):
-        """Call a function in every process; return what each returned. One that raised, raises here."""
+        """Call a function in every process and return the results; raises if a process raised."""
         self.start(function, *args)
         found = self.results(timeout_s)
         for value in found:
@@ -98,7 +98,7 @@ class Processes:
 
 
 def serve(address, num, index, into):
-    """Answer calls from the test until it goes away."""
+    """Serve calls from the test until it closes the pipe."""
     import jax
 
     jax.distributed.initialize(address, int(num), int(index))

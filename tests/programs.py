@@ -1,7 +1,7 @@
-"""What several processes of one run must build alike, as digests: `python -m tests.programs SEED ROW ...`.
+"""Digests of programs that all processes of a run must build equally: `python -m tests.programs SEED ROW ...`.
 
-A row is a setting on a model, `manual, kept: scan`; without any, all of them. A process builds its rows in an order,
-and after a history of memory, that follow its seed, and prints one line of JSON: by row, a digest of each part.
+A row is a setting and a model, such as `manual, kept: scan`; the default is all rows. The seed determines the order of
+the rows and earlier allocations of memory. Prints one line of JSON: for each row, a digest of each part.
 """
 
 import functools
@@ -25,7 +25,7 @@ from jfsdp.layout.report import layout_to_dict
 from tests.models_small import VOCAB, token_loss
 from tests.steps import fully_shard
 
-NUM_LAYERS = 5  # enough that a scan of iterations that look alike is left under every prefetch
+NUM_LAYERS = 5  # enough that every prefetch leaves a scan of equal iterations
 
 
 class Part(nnx.Module):
@@ -122,7 +122,7 @@ XLA, MANUAL, GROUPS = {"program": "xla"}, {"program": "manual"}, {"replica": 2, 
 FLAT, LISTS = MANUAL | {"storage": "flat"}, MANUAL | {"prefetch": "lists"}
 TWICE, ONCE = {"accumulate": 2}, {"accumulate": 2, "sync": "last"}
 KEPT, NEIGHBOURS, FREED = ({"reshard_after_forward": value} for value in (False, 2, True))
-# The options of `fully_shard`, and of `train_step`.
+# Options of `fully_shard`, and of `train_step`.
 SETTINGS = {
     "xla": (XLA, {}),
     "xla, twice": (XLA | {"mp_policy": BF16}, TWICE),
@@ -161,7 +161,7 @@ SETTINGS = {
 
 
 def build(setting, model):
-    """Return all that processes must have alike of one setting of one model, as texts by part."""
+    """Return the parts of a setting and a model that must be equal in all processes, as texts."""
     source, units = MODELS[model]
     options, step_options = SETTINGS[setting]
     sizes = {axis: options[axis] for axis in ("replica", "fsdp", "tensor") if axis in options}
@@ -175,7 +175,7 @@ def build(setting, model):
     lowered = step.lower(state, BATCH)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     parts = {
-        "step": lowered.as_text(),  # without lines of source: a traced function keeps those of its first caller
+        "step": lowered.as_text(),  # without source lines: a traced function keeps the lines of its first caller
         "state": "\n".join(f"{jax.tree_util.keystr(path)} {x} {x.sharding}" for path, x in leaves),
         "layout": json.dumps(layout_to_dict(sharded.layout)),
         "checkpoint": repr(logical_arrays(state)),
@@ -188,13 +188,13 @@ def build(setting, model):
 
 
 def pairs(names, way):
-    """Pair each unit with the one called after it."""
+    """Pair each unit with the next unit called; `way` is 1, or -1 for the backward."""
     names = names[::way]
     return itertools.pairwise(names)
 
 
 def digests(setting, model):
-    """Return a digest by part; where the setting is refused, or warned of, one of what is said."""
+    """Return a digest of each part, of the error if the setting raises, and of the warnings."""
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:

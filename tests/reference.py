@@ -1,4 +1,4 @@
-"""The single-device oracle: plain Flax, plain `jax.grad`, plain optax. Shares no code with jfsdp but the loss."""
+"""Reference training on one device with plain Flax, `jax.grad` and optax. Shares no code with jfsdp except the loss."""
 
 import dataclasses
 
@@ -19,8 +19,8 @@ class Trajectory:
     opt_state: dict
 
 
-# Models are made as jfsdp's init makes them on CPU: in one program, for operation by operation JAX 0.10.2 rounds
-# otherwise, and without optimization, with which the last bit depends on the shape of a loop.
+# Models are initialized as in jfsdp's init on CPU: in one program, because JAX 0.10.2 rounds differently operation by
+# operation, and without optimization, with which the last bit depends on the shape of a loop.
 INIT_OPTIONS = {"xla_backend_optimization_level": 0}
 
 
@@ -31,7 +31,7 @@ class PlainNNX:
         self.graphdef, self.params, self.state = nnx.split(factory(nnx.Rngs(seed)), nnx.Param, ...)
 
     def loss(self, loss_fn, params, state, batch):
-        # A map makes new variables: the given ones belong to an outer trace.
+        # The map makes new variables, because these belong to an outer trace.
         model = nnx.merge(self.graphdef, *jax.tree.map(lambda x: x, (params, state)))
         loss = loss_fn(model, batch)
         return loss, nnx.split(model, nnx.Param, ...)[2]
@@ -64,7 +64,7 @@ def plain(source, seed=0):
 
 
 def first_params(source):
-    """Return the parameters that Flax makes in one program: what `init` makes, too, to the last bit."""
+    """Return the parameters that Flax initializes in one program, which are bitwise equal to those of `init`."""
     if isinstance(source, tuple):
         return PlainLinen(source, 0).params
     init = lambda: nnx.split(source(nnx.Rngs(0)), nnx.Param, ...)[1]  # noqa: E731
@@ -72,11 +72,15 @@ def first_params(source):
 
 
 def train(source, loss_fn, tx, batches, *, seed=0, max_grad_norm=None, accumulate=1, frozen=()):
-    """Train on one device; return losses, parameters by dotted name, Adam's moments by the same names, and all arrays
-    of the optimizer's state by their dotted paths. Parameters whose name begins with one of `frozen` are not trained.
+    """Train on one device and return the `Trajectory`.
 
-    With `accumulate` microbatch a holds the rows b with b % accumulate == a, one after the other: losses, weights and
-    gradients of the sums are added and divided once, and the model's other state goes from one to the next.
+    It has parameters by dotted name, Adam's moments by the same names, and all arrays of the optimizer's state by
+    dotted path.
+
+    Args:
+      accumulate: number of microbatches; microbatch a has the rows b with b % accumulate == a. Losses, weights and
+        gradients of the sums are added and divided once. Each microbatch gets the model's state of the previous one.
+      frozen: prefixes of the names of parameters that are not trained.
     """
     model = plain(source, seed)
     if frozen:
@@ -84,7 +88,7 @@ def train(source, loss_fn, tx, batches, *, seed=0, max_grad_norm=None, accumulat
         mask = jax.tree_util.tree_map_with_path(is_frozen, model.params)
         tx = optax.chain(optax.masked(tx, jax.tree.map(lambda x: not x, mask)), optax.masked(optax.set_to_zero(), mask))
     tx = optax.with_extra_args_support(tx)
-    opt_state = jax.jit(tx.init)(model.params)  # operation by operation, each is a program
+    opt_state = jax.jit(tx.init)(model.params)  # without jit each operation is a program
 
     @jax.jit
     def step(params, state, opt_state, batch):
@@ -104,7 +108,7 @@ def train(source, loss_fn, tx, batches, *, seed=0, max_grad_norm=None, accumulat
             grads = jax.tree.map(lambda g: g * scale, grads)
         try:
             updates, opt_state = tx.update(grads, opt_state, params, value=loss / weight)
-        except TypeError:  # one that takes no more than gradients, state and parameters
+        except TypeError:  # accepts only gradients, state and parameters
             updates, opt_state = tx.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), state, opt_state, loss / weight, norm
 
@@ -122,18 +126,18 @@ def train(source, loss_fn, tx, batches, *, seed=0, max_grad_norm=None, accumulat
 
 
 def moment(state, kind):
-    """Name the arrays of one of Adam's moments by dotted name, as `named` does."""
+    """Return the arrays of one of Adam's moments by dotted name, as `named`."""
     return {dotted(path): np.asarray(x) for path, x in jax.tree_util.tree_leaves_with_path(getattr(state, kind))}
 
 
 def dotted(path):
-    """Name a place in a tree; the value of an NNX variable has the variable's name."""
+    """Return the dotted name of a path in a tree; an NNX value has its variable's name."""
     keys = [next(str(getattr(key, kind)) for kind in ("key", "idx", "name") if hasattr(key, kind)) for key in path]
     return ".".join(keys[:-1] if keys and keys[-1] == "value" else keys)
 
 
 def named(state):
-    """Name the arrays of an NNX state, or of Linen variables, by their dotted paths."""
+    """Return the arrays of an NNX state, or of Linen variables, by dotted path."""
     is_nnx = isinstance(state, nnx.State)
     flat = nnx.to_flat_state(state) if is_nnx else nnx.traversals.flatten_mapping(state).items()
     leaves = ((path, jax.tree.leaves(variable)[0]) for path, variable in flat)
@@ -145,13 +149,13 @@ def is_key(x):
 
 
 def logical(state, name, value):
-    """Cut a stored array to its leaf's logical shape."""
+    """Remove the padding of a stored array."""
     shape = state.layout.by_path[name].shape
     return np.asarray(value)[tuple(slice(0, size) for size in shape)]
 
 
 def worst_leaf(found, wanted, scale):
-    """Return max over leaves of `max|d| / max(scale, max|ref|)`, and the leaf's name."""
+    """Return the maximum over leaves of `max|d| / max(scale, max|ref|)`, with the leaf's name."""
     assert found.keys() == wanted.keys()
     errors = {
         name: float(np.abs(found[name] - wanted[name]).max() / max(scale, np.abs(wanted[name]).max()))

@@ -1,4 +1,4 @@
-"""What a refusal must say, as facts: its type, and the names, numbers and remedies in its message."""
+"""Assertions about errors and warnings: their type, and facts in their message (names, numbers, remedies)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @contextlib.contextmanager
 def refusing(*facts: object, error: type[Exception] = ValueError) -> Iterator[pytest.ExceptionInfo[Exception]]:
-    """Assert that what is inside raises exactly this type of error, and that its message contains each fact.
+    """Assert that the body raises exactly this type of error, and that its message contains each fact.
 
     Args:
       facts: paths, dims, sizes, options, remedies; compared as `str(fact)`.
@@ -23,7 +23,7 @@ def refusing(*facts: object, error: type[Exception] = ValueError) -> Iterator[py
 
 
 def refuses(call: Callable[[], Any], *facts: object, error: type[Exception] = ValueError) -> Exception:
-    """Assert of a call what `refusing` does; return the error."""
+    """Assert that a call raises, as `refusing`; return the error."""
     with refusing(*facts, error=error) as raised:
         call()
     return raised.value
@@ -31,7 +31,7 @@ def refuses(call: Callable[[], Any], *facts: object, error: type[Exception] = Va
 
 @contextlib.contextmanager
 def warning(*facts: object, error: type[Warning] = UserWarning) -> Iterator[None]:
-    """Assert that what is inside warns once or more, and that one of the warnings contains each fact."""
+    """Assert that the body warns at least once, and that one of the warnings contains each fact."""
     with pytest.warns(error) as caught:
         yield
     messages = [str(one.message) for one in caught]

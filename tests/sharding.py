@@ -1,4 +1,4 @@
-"""`jfsdp.fully_shard` with placements and wrappers said as arguments."""
+"""`jfsdp.fully_shard` with placements and wrappers as arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -19,10 +19,10 @@ def place(
     """Return placements.
 
     Args:
-      min_size: as `jfsdp.placements` takes it.
-      cuts: by selector, (dim, axis or axes) without layer dims, or None.
+      min_size: as in `jfsdp.placements`.
+      cuts: for each selector, (dim, axis or axes) without layer dims, or None.
       ignored: selectors of leaves to ignore.
-      shard_dim: the dim to split a leaf along; None: the rule's.
+      shard_dim: `f(path, shape)` returns the dim to split, or None for the default.
     """
     found = {} if min_size is None else jfsdp.placements(min_size=min_size)
     found |= {selector: cut(*wanted) if wanted else None for selector, wanted in (cuts or {}).items()}
@@ -49,7 +49,7 @@ def fully_shard(
     quantized: Mapping[Any, str] | None = None,
     **options: Any,
 ) -> jfsdp.ShardedModel:
-    """Shard a model, by default with remat full; `WORDS` are those of `place`, `lora` and `quantized` wrap it."""
+    """Shard a model, with remat "full" by default; options in `WORDS` are passed to `place`."""
     model = model if lora is None else jfsdp.lora(model, lora)
     model = model if quantized is None else jfsdp.quantize(model, quantized)
     words = {name: options.pop(name) for name in WORDS if name in options}

@@ -11,9 +11,9 @@ from jfsdp.train.state import TrainState
 
 
 def logical(state: TrainState, to_host: Callable[[Any], np.ndarray] = np.asarray) -> dict[str, np.ndarray]:
-    """Every array of a state by its name in checkpoints, in its logical shape; no low-precision copy, keys as data.
+    """Return the arrays of a state in logical shapes by checkpoint name, without the low-precision copy, keys as data.
 
-    Padding is asserted to be zero.
+    Asserts that padding is zero.
     """
     shapes = {f"params.{leaf.path}": leaf.shape for leaf in state.layout.leaves}
     shapes |= {role.name: role.shape for role in state.roles.arrays}

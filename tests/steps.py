@@ -1,4 +1,4 @@
-"""Models all of whose steps run as one program, for tests that are about both; and specs of steps without a model."""
+"""Sharded models whose steps use a given program, for tests of both programs; specs of steps without a model."""
 
 import functools
 from typing import Any
@@ -10,7 +10,7 @@ from tests import sharding
 
 
 def fully_shard(model: Any, *, program: str | None = None, prefetch: Any = None, **options: Any) -> Any:
-    """Shard a model as `tests.sharding` does; its steps have this program and prefetch unless they say others."""
+    """Shard a model as in `tests.sharding`, with a default program and prefetch of its steps."""
     sharded: Any = sharding.fully_shard(model, **options)
     for name in ("train_step", "grads"):
         setattr(sharded, name, functools.partial(getattr(sharded, name), program=program, prefetch=prefetch))
@@ -18,7 +18,7 @@ def fully_shard(model: Any, *, program: str | None = None, prefetch: Any = None,
 
 
 def spec_of(layout: Any, *, calls: Any = None, program: str = MANUAL, **options: Any) -> StepSpec:
-    """Return the spec that a step of these options has on a layout, without a model: `accumulate`, `sync`, ..."""
+    """Return the spec of a step with these options (`accumulate`, `sync`, ...) for a layout, without a model."""
     config, repeats = StepConfig(**options), any(num > 1 for num in (calls or {}).values())
     later = deferred_axes(layout, accumulate=config.accumulate, once=config.syncs_last(layout), repeats=repeats)
     return StepSpec(

@@ -1,4 +1,4 @@
-"""Fewer cases of what repeats itself."""
+"""Selection of the cases of a parametrized test that are not marked `proof`."""
 
 import itertools
 
@@ -6,18 +6,18 @@ import pytest
 
 
 def thin(cases, every=2):
-    """Return cases of which one in `every` runs with the tests, from the first on; the proofs have the others."""
+    """Return cases of which one in `every`, from the first on, runs with the tests; the others are marked `proof`."""
     rows = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*row, marks=[pytest.mark.proof] * bool(place % every)) for place, row in enumerate(rows)]
 
 
 def each_value(rows, besides=()):
-    """Return cases of which so few run with the tests that every value of a column is in one; the proofs have the rest.
+    """Return cases of which few run with the tests, so that each value of a column occurs; the others are `proof`.
 
-    Greedy: the next has the most values that are in none yet, and otherwise such as are in few.
+    Greedy: the next case is the one whose values occur least in the cases selected so far.
 
     Args:
-      besides: the places of columns whose values need not all be in one, since other tests have them.
+      besides: indices of columns whose values need not all occur, because other tests have them.
     """
     values = [[(at, repr(value)) for at, value in enumerate(row) if at not in besides] for row in rows]
     counts, chosen = dict.fromkeys(itertools.chain(*values), 0), set()

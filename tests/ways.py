@@ -1,4 +1,4 @@
-"""Strategies by a word each: the presets, other defaults for full_shard, and states or everything over both axes."""
+"""Strategies by name: the presets, full_shard with other defaults, and states or all stages split over both axes."""
 
 import dataclasses
 
