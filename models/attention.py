@@ -48,7 +48,7 @@ class Documents(NamedTuple):
 
 
 def find_documents(segment_ids: jax.Array, most: int) -> Documents:
-    """Return the runs of equal segment ids, at most `most` per row, including padding at the end.
+    """Return lengths and starts of the runs of equal segment ids, at most `most` per row, including final padding.
 
     Layout:  [B T] -> two of [B M]
     """

@@ -165,7 +165,7 @@ def head_loss(
         raise ValueError(f"hidden states of shape {hidden.shape}: dim 1 has no tokens; pass rows with at least 1")
     _check_shapes(hidden.shape[:2], targets, weights)
     weights, dtype = weights.astype(jnp.float32), jnp.result_type(hidden, kernel)
-    hidden, kernel = hidden.astype(dtype), kernel.astype(dtype)  # outside of custom_vjp, whose gradients have one dtype
+    hidden, kernel = hidden.astype(dtype), kernel.astype(dtype)  # outside of custom_vjp, to keep dtypes of gradients
     if by_row:
         return _head_sums_by_row(hidden, kernel, targets, weights, chunk, tied)
     sums: Any = _head_sums(hidden, kernel, targets, weights, chunk, tied)

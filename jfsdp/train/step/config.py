@@ -28,8 +28,8 @@ class StepConfig:
         is 1.
       sync: "every" reduces the gradient of every microbatch into a sharded accumulator (`accumulate` times the
         traffic, but only once between replicas in program "manual"). "last", for program "manual", accumulates a whole
-        gradient on every device and reduces it after the last microbatch (`no_sync`). None: "last" for zero1 in program
-        "manual", otherwise "every".
+        gradient on every device and reduces it after the last microbatch (`no_sync`). None: "last" in program "manual"
+        if the strategy leaves gradients partial (zero1), otherwise "every".
       reshard_after_backward: False gathers all parameters once, before the first microbatch, and keeps them until the
         last: one gather per step, but memory for all gathered parameters. A dict from globs over unit names ("" is the
         root) to False selects units; globs that match one unit must not contradict each other.
@@ -42,8 +42,9 @@ class StepConfig:
         a value removes one. `step.compiler_options` has the result.
       pipe_schedule: schedule of a pipeline (mesh axis `pipe`): "1f1b", "gpipe", or a custom `Schedule`. It has
         `accumulate` microbatches. Parameters outside the stages are gathered once per step.
-      pipe_repeats: number of parts of the model per stage, every P-th part each, which makes the bubble that many times
-        smaller. Weights of layers are sent to the stages that compute them once per step, and their gradients back.
+      pipe_repeats: number of parts into which the layers of a stage are split; a stage has every P-th part of the
+        model. Divides the bubble by this number. Weights of layers are sent once per step to the stages that compute
+        them, and their gradients back.
     """
 
     accumulate: int = 1

@@ -8,8 +8,8 @@ replicas once. See [Note: two programs] in resolve.py.
 
 [Note: sums in float16]
 A loss is a sum, and its gradient over many rows may exceed the range of float16. So with a loss scale, the mean is
-differentiated and reduced: the loss is divided by the weight of the rows before, and gradients are multiplied by it in
-float32 afterwards.
+differentiated and reduced: the loss is divided by the weight of the rows before the backward, and gradients are
+multiplied by it in float32 afterwards.
 """
 
 from __future__ import annotations

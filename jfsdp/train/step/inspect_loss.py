@@ -86,7 +86,7 @@ def survey(
         or _weight_problem(layout, trace.traced, gathered)
         or _state_problem(states, trace.states, keys, is_local, by_keys[after], dataflow.passes_through(jaxpr)[after])
     )
-    no_sum = None if trace.is_sum else "the loss is a scalar, and may not be a sum over rows by a count"
+    no_sum = None if trace.is_sum else "the loss is a scalar, which may not be a sum over rows divided by a count"
     if trace.is_sum and not by_rows[1]:
         weight = trace.weight()
         if weight is None:

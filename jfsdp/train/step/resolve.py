@@ -42,7 +42,7 @@ from jfsdp.train.step.inspect_loss import LossFn, Survey, first_rows, survey
 
 _EXCESS = 1.05  # ratio of bytes above which a step warns
 _ALIKE = "the loss draws from random keys that are not in the model's state; each device would draw the same"
-_SCALAR = "the loss is a scalar, and so the step is program 'xla'"
+_SCALAR = "the loss is a scalar, so the step is program 'xla'"
 _GATHERS = (
     "the model states a sharding with None for dim 0 of a value that depends on the rows: in program 'xla' every "
     "device then stores and computes the rows of all devices; use PartitionSpec.UNCONSTRAINED for this dim"

@@ -7,11 +7,11 @@ other functions of key paths work as without jfsdp. Frozen leaves are `optax.Mas
 grad_step.py for custom training loops.
 
 A leaf whose split dim does not divide evenly is stored padded. Elementwise updates are not affected by padding. Other
-updates are: three steps of padded Adafactor were off by 1.8 % of the update, of Muon by 1.9 %. So are updates that
-count elements, draw noise by position or start from a value other than zero. So the padding is removed before the
-optimizer, and added again, as zeros, after it. No byte moves: a logical dim of size d over n devices, ceil(d / n) each,
-has the same shards as the padded one. Measured on JAX 0.10.2 and 0.12.0: the AdamW update of padded leaves has no
-collective.
+updates are: three steps of padded Adafactor were off by 1.8 % of the update, of Muon by 1.9 %. Updates that count
+elements, draw noise by position or start from a value other than zero are affected too. So the padding is removed
+before the optimizer, and added again, as zeros, after it. No byte moves: a logical dim of size d over n
+devices, ceil(d / n) each, has the same shards as the padded one. Measured on JAX 0.10.2 and 0.12.0: the AdamW update of
+padded leaves has no collective.
 """
 
 from __future__ import annotations
