@@ -47,35 +47,35 @@ class Documents(NamedTuple):
     starts: jax.Array
 
 
-def find_documents(segment_ids: jax.Array, most: int) -> Documents:
-    """Return lengths and starts of the runs of equal segment ids, at most `most` per row, including final padding.
+def find_documents(segment_ids: jax.Array, max_documents: int) -> Documents:
+    """Return lengths and starts of the runs of equal segment ids, including padding at the end of rows.
 
     Layout:  [B T] -> two of [B M]
     """
-    in_run = _runs(segment_ids)[:, :, None] == jnp.arange(most, dtype=jnp.int32)
+    in_run = _runs(segment_ids)[:, :, None] == jnp.arange(max_documents, dtype=jnp.int32)
     lengths = jnp.sum(in_run, axis=1, dtype=jnp.int32)
     starts = jnp.cumsum(lengths, axis=1) - lengths
     return Documents(*(jnp.where(lengths > 0, x, -1) for x in (lengths, starts)))
 
 
-def check_documents(segment_ids: Any, most: int | None) -> None:
+def check_documents(segment_ids: Any, max_documents: int | None) -> None:
     """Check the number of documents per row. For custom batches, on the host, before a step.
 
     A step cannot raise: if documents are passed by position, the loss of rows with too many documents is NaN.
 
     Args:
       segment_ids: [B T], a NumPy array; padding counts as a document.
-      most: the config's `documents_per_row`; None: any number.
+      max_documents: the config's `documents_per_row`; None: any number.
 
     Raises:
       ValueError: naming the row, its number of documents, and the remedies.
     """
     ids = np.asarray(segment_ids)
     counts = 1 + np.count_nonzero(ids[:, 1:] != ids[:, :-1], axis=1)
-    if most is not None and counts.size and counts.max() > most:
+    if max_documents is not None and counts.size and counts.max() > max_documents:
         raise ValueError(
             f"row {counts.argmax()} of the batch has {counts.max()} documents (padding counts as one), but the model "
-            f"supports documents_per_row={most}; end rows earlier, or raise documents_per_row in the model's config"
+            f"supports documents_per_row={max_documents}; end rows earlier, or raise it in the model's config"
         )
 
 
@@ -103,7 +103,7 @@ def _runs(segment_ids: jax.Array) -> jax.Array:
 
 
 def document_view(
-    segment_ids: jax.Array | None, x: jax.Array, choice: AttentionChoice, *, head_size: int, most: int | None
+    segment_ids: jax.Array | None, x: jax.Array, choice: AttentionChoice, *, head_size: int, max_documents: int | None
 ) -> tuple[Documents | jax.Array | None, jax.Array]:
     """Return the `documents` argument of `attend`, and activations.
 
@@ -111,25 +111,25 @@ def document_view(
     packed.
 
     Args:
-      x: activations [B T D]; returned unchanged, except that rows with more than `most` documents become NaN if
+      x: activations [B T D]; returned unchanged, except that rows with more than `max_documents` become NaN if
         documents are passed by position (a compiled program cannot raise).
       choice: as in `choose_attention`.
       head_size: A.
-      most: maximum number of documents per row; None: any number, which requires a mask.
+      max_documents: maximum number of documents per row; None: any number, which requires a mask.
     """
     if segment_ids is None:
         return None, x
     query = jax.ShapeDtypeStruct((*segment_ids.shape, 1, head_size), x.dtype)
-    if most is None or _needs_mask(choice, query, most):
+    if max_documents is None or _needs_mask(choice, query, max_documents):
         return segment_ids, x
-    has_too_many = _runs(segment_ids)[:, -1, None, None] >= most
-    documents = find_documents(segment_ids, min(most, segment_ids.shape[1]))
+    has_too_many = _runs(segment_ids)[:, -1, None, None] >= max_documents
+    documents = find_documents(segment_ids, min(max_documents, segment_ids.shape[1]))
     return documents, jnp.where(has_too_many, jnp.nan, x).astype(x.dtype)
 
 
-def _needs_mask(choice: AttentionChoice, query: Any, most: int | None) -> str:
+def _needs_mask(choice: AttentionChoice, query: Any, max_documents: int | None) -> str:
     """Return why packed rows need a mask; "" if they do not."""
-    if most is None:
+    if max_documents is None:
         return "documents_per_row is none"
     if choose_attention(choice, query) == "xla":
         return "only cuDNN supports positions of documents"
@@ -139,7 +139,7 @@ def _needs_mask(choice: AttentionChoice, query: Any, most: int | None) -> str:
 
 
 def describe_attention(
-    choice: AttentionChoice, head_size: int, most: int | None, dtype: str, seq_len: int, *, is_packed: bool
+    choice: AttentionChoice, head_size: int, max_documents: int | None, dtype: str, seq_len: int, *, is_packed: bool
 ) -> str:
     """Describe the kernel that computes attention on the device that a trace is for, with the reason."""
     query = jax.ShapeDtypeStruct((1, seq_len, 1, head_size), jnp.dtype(dtype))
@@ -156,7 +156,7 @@ def describe_attention(
     text = f"{'cuDNN' if kernel == 'cudnn' else f'XLA, with scores [B H {rows} T] in memory'} ({why})"
     if not is_packed:
         return text
-    reason = _needs_mask(choice, query, most)
+    reason = _needs_mask(choice, query, max_documents)
     return f"{text}; documents by a mask [B 1 {rows} T] ({reason})" if reason else f"{text}; documents by position"
 
 

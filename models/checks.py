@@ -6,24 +6,24 @@ from typing import Any, get_args
 
 from .attention import AttentionChoice
 
-MOST_LAYERS, MOST_HEADS, MOST_SIZE = 4096, 65_536, 2**31 - 1
+MAX_LAYERS, MAX_HEADS, MAX_SIZE = 4096, 65_536, 2**31 - 1
 
 
-def is_count(value: Any, most: int) -> bool:
-    """Return whether a value is a whole number from 1 to `most`; True and 1.0 are not."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= most
+def is_count(value: Any, maximum: int) -> bool:
+    """Return whether a value is a whole number from 1 to `maximum`; True and 1.0 are not."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= maximum
 
 
-def require_counts(config: Any, *fields: str, most: int = MOST_SIZE) -> None:
-    """Check that fields are whole numbers from 1 to `most`, before that many parts are created.
+def require_counts(config: Any, *fields: str, maximum: int = MAX_SIZE) -> None:
+    """Check that fields are whole numbers from 1 to `maximum`, before that many parts are created.
 
     Raises:
       ValueError: naming class, field, value and range.
     """
     for field in fields:
         value = getattr(config, field)
-        if not is_count(value, most):
-            raise ValueError(f"{type(config).__name__}.{field}={value!r} must be a whole number from 1 to {most:,}")
+        if not is_count(value, maximum):
+            raise ValueError(f"{type(config).__name__}.{field}={value!r} must be a whole number from 1 to {maximum:,}")
 
 
 def require_documents(config: Any) -> None:
@@ -32,10 +32,10 @@ def require_documents(config: Any) -> None:
     Raises:
       ValueError: naming class, field, value and range.
     """
-    most = config.documents_per_row
-    if most is not None and (not is_count(most, MOST_SIZE) or most < 2):
+    number = config.documents_per_row
+    if number is not None and (not is_count(number, MAX_SIZE) or number < 2):
         raise ValueError(
-            f"{type(config).__name__}.documents_per_row={most!r} must be a whole number from 2 to {MOST_SIZE:,} "
+            f"{type(config).__name__}.documents_per_row={number!r} must be a whole number from 2 to {MAX_SIZE:,} "
             "(padding counts as one), or None for any number"
         )
 

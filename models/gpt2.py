@@ -217,7 +217,7 @@ class GPT2(nn.Module):
         else:
             head_size = config.dim // config.num_heads
             documents, x = document_view(
-                segment_ids, x, config.attention, head_size=head_size, most=config.documents_per_row
+                segment_ids, x, config.attention, head_size=head_size, max_documents=config.documents_per_row
             )
         x = self._run_blocks(x, documents, deterministic)
         x = whole_rows(LayerNorm(config.norm_eps, name="ln_f")(x))

@@ -5,8 +5,8 @@ from functools import partial
 
 from .attention import AttentionChoice
 from .checks import (
-    MOST_HEADS,
-    MOST_LAYERS,
+    MAX_HEADS,
+    MAX_LAYERS,
     require_attention,
     require_bool,
     require_counts,
@@ -60,8 +60,8 @@ class GPT2Config:
     def __post_init__(self):
         require_counts(self, "vocab_size", "num_positions", "dim", "loss_chunk")
         require_documents(self)
-        require_counts(self, "num_layers", most=MOST_LAYERS)
-        require_counts(self, "num_heads", most=MOST_HEADS)
+        require_counts(self, "num_layers", maximum=MAX_LAYERS)
+        require_counts(self, "num_heads", maximum=MAX_HEADS)
         require_positive(self, "norm_eps")
         require_fraction(self, "dropout", "attention_dropout")
         require_bool(self, "stacked")

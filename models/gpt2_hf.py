@@ -6,7 +6,7 @@ Hugging Face's kernels are also `[in, out]` (`Conv1D`), so no dims are transpose
 from collections.abc import Mapping
 from typing import Any
 
-from .checks import MOST_HEADS, MOST_LAYERS
+from .checks import MAX_HEADS, MAX_LAYERS
 from .gpt2_config import GPT2Config
 from .hf_config import Options, check_architecture, refusal
 
@@ -47,8 +47,8 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
         "vocab_size": read.count("vocab_size", 50_257),
         "num_positions": read.count("n_positions", 1024),
         "dim": dim,
-        "num_layers": read.count("n_layer", 12, most=MOST_LAYERS),
-        "num_heads": read.count("n_head", 12, most=MOST_HEADS),
+        "num_layers": read.count("n_layer", 12, maximum=MAX_LAYERS),
+        "num_heads": read.count("n_head", 12, maximum=MAX_HEADS),
         "norm_eps": read.number("layer_norm_epsilon", 1e-5),
     }
     read.refuse_others()

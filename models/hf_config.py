@@ -5,7 +5,7 @@ from collections.abc import Collection, Iterable, Mapping
 from numbers import Real
 from typing import Any
 
-from .checks import MOST_SIZE, is_count
+from .checks import MAX_SIZE, is_count
 
 # Options without effect on the logits of a prompt: bookkeeping, initialization, generation, parallelism.
 NEUTRAL = frozenset(
@@ -49,16 +49,16 @@ class Options:
             raise ValueError(f"{name} is missing; a {self.architecture} needs it")
         return self.take(name)
 
-    def count(self, name: str, default: int | None = None, *, most: int = MOST_SIZE) -> int:
-        """Return an option that is a whole number from 1 to `most`. Null means absent; required without a default.
+    def count(self, name: str, default: int | None = None, *, maximum: int = MAX_SIZE) -> int:
+        """Return an option that is a whole number from 1 to `maximum`. Null means absent; required without a default.
 
         Raises:
           ValueError: for another value, before that many parts are created.
         """
         value = self.need(name) if default is None else self.take(name)
         value = default if value is None else value
-        if not is_count(value, most):
-            raise ValueError(f"{name}={value!r} must be a whole number from 1 to {most:,}; fetch config.json again")
+        if not is_count(value, maximum):
+            raise ValueError(f"{name}={value!r} must be a whole number from 1 to {maximum:,}; fetch config.json again")
         return value  # type: ignore[return-value]
 
     def number(self, name: str, default: float) -> float:

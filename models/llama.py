@@ -294,7 +294,7 @@ class Llama(nnx.Module):
             split_tokens(looked_up(self.embed(tokens))),
             config.attention,
             head_size=config.head_size,
-            most=config.documents_per_row,
+            max_documents=config.documents_per_row,
         )
         x = whole_rows(self.norm(self._run_layers(x, rope, documents)))
         if targets is None or weights is None:

@@ -6,9 +6,9 @@ from typing import Literal
 
 from .attention import AttentionChoice
 from .checks import (
-    MOST_HEADS,
-    MOST_LAYERS,
-    MOST_SIZE,
+    MAX_HEADS,
+    MAX_LAYERS,
+    MAX_SIZE,
     is_count,
     require_attention,
     require_bool,
@@ -122,12 +122,12 @@ class LlamaConfig:
     def __post_init__(self):
         require_counts(self, "vocab_size", "dim", "ffn_dim", "loss_chunk")
         require_documents(self)
-        require_counts(self, "num_layers", most=MOST_LAYERS)
-        require_counts(self, "num_heads", "num_kv_heads", most=MOST_HEADS)
+        require_counts(self, "num_layers", maximum=MAX_LAYERS)
+        require_counts(self, "num_heads", "num_kv_heads", maximum=MAX_HEADS)
         require_positive(self, "norm_eps", "rope_theta")
         if self.head_dim is not None:
             require_counts(self, "head_dim")
-        if self.local_window_size is not None and not is_count(self.local_window_size, MOST_SIZE):
+        if self.local_window_size is not None and not is_count(self.local_window_size, MAX_SIZE):
             raise ValueError(
                 f"LlamaConfig.local_window_size={self.local_window_size!r} must be at least 1 (the query itself); "
                 "pass None for no window"

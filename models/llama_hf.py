@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from .checks import MOST_HEADS, MOST_LAYERS
+from .checks import MAX_HEADS, MAX_LAYERS
 from .hf_config import Options, check_architecture, refusal
 from .llama_config import ROPE_KINDS, LlamaConfig, RopeScaling
 
@@ -57,13 +57,13 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
     read.take_only("attention_bias", False, *[True] * (read.architecture in ("llama", "qwen3")))
     bias = read.take("attention_bias", False)
     read.take_only("mlp_bias", False)
-    heads, dim = read.count("num_attention_heads", most=MOST_HEADS), read.count("hidden_size")
+    heads, dim = read.count("num_attention_heads", maximum=MAX_HEADS), read.count("hidden_size")
     fields = {
         "vocab_size": read.count("vocab_size"),
         "dim": dim,
-        "num_layers": read.count("num_hidden_layers", most=MOST_LAYERS),
+        "num_layers": read.count("num_hidden_layers", maximum=MAX_LAYERS),
         "num_heads": heads,
-        "num_kv_heads": read.count("num_key_value_heads", heads, most=MOST_HEADS),
+        "num_kv_heads": read.count("num_key_value_heads", heads, maximum=MAX_HEADS),
         "ffn_dim": read.count("intermediate_size"),
         "head_dim": read.count("head_dim", max(1, dim // heads)),
         "norm_eps": read.number("rms_norm_eps", 1e-6),

@@ -5,8 +5,8 @@ from typing import Literal, get_args
 
 from .attention import AttentionChoice
 from .checks import (
-    MOST_HEADS,
-    MOST_LAYERS,
+    MAX_HEADS,
+    MAX_LAYERS,
     require_attention,
     require_bool,
     require_choice,
@@ -65,8 +65,8 @@ class ViTConfig:
 
     def __post_init__(self):
         require_counts(self, "image_size", "channels", "patch_size", "num_classes", "dim", "ffn_dim")
-        require_counts(self, "num_layers", most=MOST_LAYERS)
-        require_counts(self, "num_heads", most=MOST_HEADS)
+        require_counts(self, "num_layers", maximum=MAX_LAYERS)
+        require_counts(self, "num_heads", maximum=MAX_HEADS)
         require_positive(self, "norm_eps")
         require_fraction(self, "dropout", "norm_momentum")
         require_bool(self, "stacked")

@@ -6,8 +6,8 @@ import io
 import pathlib
 
 # The program of a step has about 60 memory maps, and Linux allows a process 65,530: with 1000 programs XLA crashes.
-MOST_PROGRAMS = 300
-MOST_MAPS = 20_000
+MAX_PROGRAMS = 300
+MAX_MAPS = 20_000
 # Programs for GPUs are only read, never run. These options do not change them, and halve the time to compile them.
 FOR_NO_GPU = {
     "xla_gpu_autotune_level": 0,  # without a GPU tilings cannot be timed
@@ -36,7 +36,7 @@ def compile_once():
         key = (backend, tuple(devices.flat), options.SerializeAsString(), text.getvalue())
         if key not in kept:
             kept[key] = compile_program(backend, module, devices, options, host_callbacks, *args)
-            if len(kept) > MOST_PROGRAMS:
+            if len(kept) > MAX_PROGRAMS:
                 kept.popitem(last=False)
         kept.move_to_end(key)
         return kept[key]
@@ -49,7 +49,7 @@ def free_programs():
     import jax
 
     maps = pathlib.Path("/proc/self/maps")
-    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+    if maps.exists() and maps.read_bytes().count(b"\n") > MAX_MAPS:
         _KEPT.clear()
         jax.clear_caches()
         gc.collect()

@@ -72,7 +72,7 @@ def view(device, dtype=jnp.bfloat16, most: int | None = 4, choice="auto", runs=(
     shapes = jax.ShapeDtypeStruct((len(runs), T), jnp.int32), jax.ShapeDtypeStruct((len(runs), T, 16), dtype)
     with jax.default_device(device):
         return jax.eval_shape(
-            lambda ids, x: attention.document_view(ids, x, choice, head_size=head_size, most=most), *shapes
+            lambda ids, x: attention.document_view(ids, x, choice, head_size=head_size, max_documents=most), *shapes
         )[0]
 
 
@@ -94,7 +94,7 @@ def test_a_row_of_too_many_documents_is_nan(monkeypatch):
     monkeypatch.setattr(attention, "is_at_least", lambda capability: True)
     monkeypatch.setattr(attention, "is_cuda", lambda: True)
     ids = rows_of([[3, 1, 2], [3, 9], [1, 1, 1, 1]])  # with the padding 4, 2 and 5 runs
-    _, x = attention.document_view(ids, jnp.ones((3, T, 16), jnp.bfloat16), "auto", head_size=64, most=4)
+    _, x = attention.document_view(ids, jnp.ones((3, T, 16), jnp.bfloat16), "auto", head_size=64, max_documents=4)
     np.testing.assert_array_equal(np.isnan(x.astype(jnp.float32)).any((1, 2)), [False, False, True])
 
 
