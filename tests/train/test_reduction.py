@@ -26,10 +26,10 @@ def layout(**settings: Any) -> Layout:
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"mp_policy": F32_SUMS}, ["reduce_dtype='float32' (weights of unit 0 travel in bfloat16)"]),
+        ({"mp_policy": F32_SUMS}, ["reduce_dtype='float32' (weights of unit 0 are gathered in bfloat16)"]),
         (
             {"per_unit": {"0": {"mp_policy": F32_SUMS}}},
-            ["reduce_dtype='float32' (weights of unit 0 travel in bfloat16)"],
+            ["reduce_dtype='float32' (weights of unit 0 are gathered in bfloat16)"],
         ),
         ({"mp_policy": BF16}, []),
         ({}, []),
