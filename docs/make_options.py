@@ -52,7 +52,7 @@ def _rules() -> str:
 
 
 def _left_out(rule: str) -> str:
-    return "as the run had it" if rule.endswith("kept") else "default"
+    return "the run's value" if rule.endswith("kept") else "default"
 
 
 def _python(name: str) -> str:

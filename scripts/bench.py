@@ -1,19 +1,19 @@
-"""Time one training step of jfsdp beside plain JAX and PyTorch: `python scripts/bench.py --model llama-tiny --settings
-manual torch-fsdp2`.
+"""Compare the step time of jfsdp, plain JAX and PyTorch: `python scripts/bench.py --model llama-tiny --settings manual
+torch-fsdp2`.
 
-Contenders (--settings), all with the same first weights, batches, AdamW, clipping and precision:
+Contenders (--settings) have the same initial weights, batches, AdamW, clipping and precision:
 - plain: the same model, loss and optimizer under jax.jit on one device, without jfsdp and without remat
 - xla, manual, flat (manual with flat storage): jfsdp
-- torch-fsdp2, torch-fsdp2-compile: the model of transformers, as PyTorch's own pages advise
+- torch-fsdp2, torch-fsdp2-compile: the model of transformers, set up according to PyTorch's documentation
 
-JAX runs in one process, PyTorch in one per device. Each turn is a fresh process, which takes a first step, some to warm
-up, and `--steps` timed ones. Ratios are to the first named, in pairs by round.
+JAX runs in one process, PyTorch in one process per device. Each turn is a new process with a first step, warmup steps,
+and `--steps` timed steps. Ratios compare with the first contender of the same round.
 
-Memory: `resident` is the peak of resident memory (VmHWM), summed over a contender's processes, with their libraries;
-`allocated` and `reserved` are the peaks of the allocator on the device that had the most; `compiled` is what XLA says
-that the step takes on a device.
+Memory: `resident` is the peak of resident memory (VmHWM), including libraries, summed over a contender's processes;
+`allocated` and `reserved` are the allocator's peaks on the device with the highest; `compiled` is XLA's memory analysis
+of the step per device.
 
-Exit status: 0; 1 if a contender fails or its losses are not those of the first; 2 for options that cannot be.
+Exit status: 0; 1 if a contender fails or its losses differ from the first contender's; 2 for invalid options.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from jfsdp.trainer.options import describe_error
 
 
 def main(argv: Sequence[str]) -> int:
-    """Time the contenders and print a table; return the exit status."""
+    """Time the contenders and print a table. Return the exit status."""
     try:
         options = read_command(BenchOptions, argv, prog="bench.py", description=__doc__)
         check(options)
@@ -58,10 +58,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def race(options: BenchOptions) -> int:
-    """Run the contenders in turn and print what they took; return 1 where losses differ."""
+    """Run the contenders in turn and print their results. Return 1 if losses differ."""
     platform, platforms = find_platform(), os.environ.get("JAX_PLATFORMS")
     num_devices = find_devices(options, platform)
-    os.environ["JAX_PLATFORMS"] = "cpu"  # of this process: the devices are the contenders'
+    os.environ["JAX_PLATFORMS"] = "cpu"  # this process leaves the devices to the contenders
     start_jax()
     from benchmark.case import check_case, count_rows, find_job, write_batches, write_for_torch
     from benchmark.report import collect, describe, show
@@ -92,5 +92,5 @@ def race(options: BenchOptions) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of what ends the contenders
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exception, so that the contenders are ended
     sys.exit(main(sys.argv[1:]))

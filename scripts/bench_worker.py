@@ -1,6 +1,6 @@
-"""One process of a contender of `scripts/bench.py`, which starts it: `python scripts/bench_worker.py SPEC RANK`.
+"""One process of a contender, started by `scripts/bench.py`: `python scripts/bench_worker.py SPEC RANK`.
 
-It takes its steps and writes what it measured as JSON.
+It runs its steps and writes the measurements as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 
 def make(spec: dict[str, Any], rank: int) -> Any:
-    """Make the contender that the file describes; its first step is still to come."""
+    """Return the contender of a spec, before its first step."""
     if spec["name"].startswith("torch"):
         from benchmark.torch_side import TorchContender
 
@@ -34,7 +34,7 @@ def make(spec: dict[str, Any], rank: int) -> Any:
 
 
 def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Take all steps; return seconds, losses and peaks of memory."""
+    """Run all steps. Return seconds, losses and memory peaks."""
     contender = make(spec, rank)
     found = contender.steps(1 + spec["options"]["warmup"] + spec["options"]["steps"])
     resident = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
@@ -43,7 +43,7 @@ def measure(spec: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def main(path: str, rank: int) -> None:
-    """Measure and write the answer; what is refused is an answer too."""
+    """Measure, and write the measurements or the error of invalid options."""
     warnings.simplefilter("ignore")
     spec = json.loads(Path(path).read_text())
     try:
@@ -53,7 +53,7 @@ def main(path: str, rank: int) -> None:
     Path(f"{spec['case']['answer']}.{rank}").write_text(json.dumps(answer))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # collectives in flight must not keep a process that is done
+    os._exit(0)  # do not wait for collectives in flight
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Measure what checkpoints cost in time and memory: `python scripts/checkpoint_bench.py --directory /scratch/bench`.
+"""Measure time and memory of checkpoint commands: `python scripts/checkpoint_bench.py --directory /scratch/bench`.
 
-Writes a checkpoint of random parameters (11 GB unless told otherwise) without holding it, and then runs, one after the
-other, `cp -r` of it and the subcommands of `jfsdp checkpoint`, each in a process of its own whose input is not in the
-page cache and which ends when its output is on the disk (cp: with `sync` of every copied file). Of each it prints the
-time of the whole process, its speed over that of cp, and the most memory that it held (VmHWM) beside the program
-itself, which is the same subcommand on a tiny checkpoint, with the bound that it printed. Those that read checkpoints
-check digests first, so they read everything twice, and those that write them read all again to hash it. Then, on
-simulated devices, for how long an asynchronous save of a state of about 1 GB blocks training, and how long one that is
-waited for takes. Disk: three times the checkpoint.
+It writes a checkpoint of random parameters (default: 11 GB) and runs `cp -r` and the subcommands of `jfsdp checkpoint`
+on it. Each runs in a new process with an empty page cache, until its output is on disk (cp: with `sync` of every file).
+
+It prints the time of each process, its speed relative to cp, the bound of memory that it printed, and its peak memory
+(VmHWM) minus the peak for a tiny checkpoint. Commands that read checkpoints also check digests, so they read everything
+twice. Commands that write checkpoints read them again to hash them.
+
+Then it measures on simulated devices how long an asynchronous save of about 1 GB blocks training, and how long a
+synchronous save takes. Disk space: three times the checkpoint.
 """
 
 from __future__ import annotations
@@ -41,27 +42,27 @@ sys.exit(status)
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointBenchOptions:
-    """What to measure."""
+    """Options of the measurement."""
 
     directory: Annotated[str, tyro.conf.arg(metavar="PATH")]
-    """Where to write; what is written is removed."""
+    """New directory for all files; it is removed at the end."""
     model: str = "llama-1b"
-    """A model's name (`jfsdp models` lists them)."""
+    """Name of a model (`jfsdp models` lists them)."""
     model_config: _Fields = ("num_layers=37", "tied=false")
-    """Fields of the model whose parameters are moved; 11.1 GB in float32."""
+    """Fields of the large model; 11.1 GB in float32."""
     tiny_config: _Fields = ("num_layers=1", "tied=false", "vocab_size=256", "dim=64", "ffn_dim=64")
-    """Fields of the model on which the program itself is measured."""
+    """Fields of the tiny model, whose memory is subtracted."""
     state_config: _Fields = ("num_layers=1", "vocab_size=10240")
-    """Fields of the model whose state, with that of AdamW, is saved; 1.0 GB."""
+    """Fields of the model whose state, including AdamW's, is saved; 1.0 GB."""
     devices: int = 8
-    """Simulated devices that hold that state."""
+    """Simulated devices for this state."""
     rounds: int = 5
     """Saves of each kind; medians are printed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A process that ran: its time, the most memory that it held, and what it said that it takes at most."""
+    """Time of a process, its peak memory, and the bound of memory that it printed."""
 
     seconds: float
     cpu_seconds: float = 0
@@ -70,11 +71,11 @@ class Measured:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Measure and print a table; return the exit status."""
+    """Measure and print a table. Return the exit status."""
     options = tyro.cli(CheckpointBenchOptions, args=list(argv), prog="checkpoint_bench.py", description=__doc__)
     root = Path(options.directory).expanduser().absolute()
     if root.exists():
-        print(f"checkpoint_bench.py: error: {root} exists, and is removed at the end; name a new one", file=sys.stderr)
+        print(f"checkpoint_bench.py: error: --directory {root}: exists already; name a new one", file=sys.stderr)
         return 2
     root.mkdir(parents=True)
     configure_xla(simulate_devices=options.devices)
@@ -92,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class RandomSource:
-    """Parameters of a model as random numbers, made where they are read."""
+    """Source of random parameters, generated on read."""
 
     def __init__(self, arrays: Any):
         import numpy as np
@@ -104,12 +105,12 @@ class RandomSource:
         import numpy as np
 
         shape = [part.stop - part.start for part in index]
-        first = sum(part.start for part in index) % 4096  # else all pieces were alike
+        first = sum(part.start for part in index) % 4096  # different numbers in each piece
         return np.resize(self._numbers[first:], shape)
 
 
 def write_random(path: Path, model: str, fields: Sequence[str]) -> int:
-    """Write a checkpoint of random parameters; return their bytes."""
+    """Write a checkpoint of random parameters. Return its bytes."""
     import jax
 
     from jfsdp.checkpoint.convert import write_source
@@ -140,7 +141,7 @@ def transfer(root: Path, name: str, model: str) -> dict[str, Measured]:
 
 
 def run(verb: str, path: Path, *args: Any) -> Measured:
-    """Run a subcommand in a process of its own, on input that is not in the page cache."""
+    """Run a subcommand in a new process, with its input not in the page cache."""
     forget(path)
     command = [sys.executable, "-c", _CHILD, "checkpoint", verb, str(path), *map(str, args)]
     start, cpu = time.perf_counter(), cpu_seconds()
@@ -154,7 +155,7 @@ def run(verb: str, path: Path, *args: Any) -> Measured:
 
 
 def time_copy(path: Path) -> Measured:
-    """Copy a checkpoint onto the disk."""
+    """Copy a checkpoint to disk."""
     forget(path)
     copy = path.with_name("copy")
     start, cpu = time.perf_counter(), cpu_seconds()
@@ -166,13 +167,13 @@ def time_copy(path: Path) -> Measured:
 
 
 def cpu_seconds() -> float:
-    """Return the time that processors spent on the processes that this one started and that have ended."""
+    """Return the CPU time of all finished child processes."""
     used = os.times()
     return used.children_user + used.children_system
 
 
 def forget(path: Path) -> None:
-    """Take files out of the page cache."""
+    """Remove files from the page cache."""
     for file in files_below(path):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
@@ -184,7 +185,7 @@ def files_below(path: Path) -> list[Path]:
 
 
 def time_saves(root: Path, options: CheckpointBenchOptions) -> tuple[int, list[float], list[float]]:
-    """Return the bytes of a state, the seconds that asynchronous saves of it block, and those of synchronous ones."""
+    """Return the bytes of a state, the seconds that asynchronous saves block, and the seconds of synchronous saves."""
     import jax
     import optax
 
@@ -211,13 +212,13 @@ def time_saves(root: Path, options: CheckpointBenchOptions) -> tuple[int, list[f
 
 
 def print_transfers(num_bytes: int, copied: Measured, tiny: dict[str, Measured], large: dict[str, Measured]) -> None:
-    """Print a line for each subcommand."""
+    """Print a table with a row for each subcommand."""
     from rich.console import Console
     from rich.table import Table
 
     right: dict[str, Any] = {"justify": "right"}
     table = Table("what", box=None, pad_edge=False)
-    for title in ("s", "GB/s", "of cp", "CPU s", "s, tiny", "MiB held", "MiB stated", "MiB of the program"):
+    for title in ("s", "GB/s", "of cp", "CPU s", "s, tiny", "MiB peak", "MiB bound", "MiB peak, tiny"):
         table.add_column(title, **right)
     for what, found in {"cp -r, sync": copied, **large}.items():
         speeds = (f"{num_bytes / found.seconds / 1e9:.2f}", f"{copied.seconds / found.seconds:.2f}")
@@ -233,12 +234,12 @@ def print_transfers(num_bytes: int, copied: Measured, tiny: dict[str, Measured],
 
 
 def print_saves(num_bytes: int, blocked: list[float], whole: list[float]) -> None:
-    """Print for how long saves block."""
-    own, other = statistics.median(blocked), statistics.median(whole)
+    """Print how long saves block."""
+    blocked_s, whole_s = statistics.median(blocked), statistics.median(whole)
     print(
-        f"a state of {num_bytes:,} bytes: an asynchronous save blocks for {own * 1e3:.0f} ms "
-        f"({min(blocked) * 1e3:.0f} to {max(blocked) * 1e3:.0f}), which is {own / other:.3f} of a synchronous one "
-        f"({other:.2f} s, {min(whole):.2f} to {max(whole):.2f})"
+        f"state of {num_bytes:,} bytes: an asynchronous save blocks for {blocked_s * 1e3:.0f} ms "
+        f"({min(blocked) * 1e3:.0f} to {max(blocked) * 1e3:.0f}), {blocked_s / whole_s:.3f} of a synchronous save "
+        f"({whole_s:.2f} s, {min(whole):.2f} to {max(whole):.2f})"
     )
 
 

@@ -1,8 +1,8 @@
-"""Train the same job under several strategies; plot their losses and say by how much they differ.
+"""Train the same job under several strategies, plot their losses, and print the largest difference.
 
-`python scripts/compare.py` trains the recipe `stdlib` for 200 steps under every strategy on two groups of four
-simulated devices, in float32: in bfloat16, rounding makes losses differ by percents after some steps. What it runs
-is `scripts/train.py`, once per strategy; options after `--` are passed on to it.
+`python scripts/compare.py` trains the recipe `stdlib` for 200 steps under every strategy, on two groups of four
+simulated devices in float32. (In bfloat16, losses differ by percents after some steps because of rounding.) It runs
+`scripts/train.py` once per strategy, with the options after `--`.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ WAYS = {
 
 @dataclasses.dataclass(frozen=True)
 class CompareConfig:
-    """Which runs to compare.
+    """Options of the comparison.
 
     Attributes:
-      ways: keys of `WAYS`; empty: all there are.
-      recipe: of scripts/train.py.
-      mesh: two data axes, so that there are replicas.
-      steps: of each run.
-      plot: where the picture goes.
-      keep: a directory for the runs; None throws them away.
+      ways: keys of `WAYS`; empty: all.
+      recipe: recipe of scripts/train.py.
+      mesh: mesh with two data axes, so that there are replicas.
+      steps: steps of each run.
+      plot: path of the plot.
+      keep: directory of the runs; None: delete them.
     """
 
     ways: tuple[str, ...] = ()
@@ -53,7 +53,7 @@ class CompareConfig:
 
 
 def train(config: CompareConfig, way: str, run_dir: Path, passed_on: Sequence[str]) -> list[float]:
-    """Run the training script; return the loss of every step."""
+    """Run the training script. Return the loss of every step."""
     options = {"recipe": config.recipe, "mesh": config.mesh, "steps": str(config.steps)}
     options |= {"run-dir": str(run_dir), "log-every": "1", "eval-every": "0", "checkpoint-every": "0"}
     options |= {"sample-tokens": "0", "param-dtype": "none"}
@@ -73,7 +73,7 @@ def largest_difference(losses: dict[str, list[float]]) -> tuple[float, int]:
 
 
 def plot(losses: dict[str, list[float]], path: Path, title: str) -> None:
-    """Draw all curves over each other, the first widest, and below how far each is from the first."""
+    """Plot all curves in one figure, the first one widest, and below their differences from the first."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -89,7 +89,7 @@ def plot(losses: dict[str, list[float]], path: Path, title: str) -> None:
             below.plot(steps, apart, linewidth=1.2, color=line.get_color())
     above.set(title=title, ylabel="training loss (nats per token)")
     above.legend(fontsize="small", ncols=2)
-    below.set(xlabel="step", ylabel=f"difference from {first}\n(part of the loss)", yscale="log", ylim=(floor, 1))
+    below.set(xlabel="step", ylabel=f"difference from {first}\n(relative)", yscale="log", ylim=(floor, 1))
     below.grid(alpha=0.3)
     figure.savefig(path, dpi=100)
 
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             losses[name] = train(config, name, root / name, args[cut + 1 :])
             print(f"{name:34} loss {losses[name][0]:.6f} ... {losses[name][-1]:.6f}", flush=True)
     difference, step = largest_difference(losses)
-    print(f"largest difference between two strategies: {difference:.2e} of the loss, at step {step} of {config.steps}")
+    print(f"largest relative difference between two strategies: {difference:.2e}, at step {step} of {config.steps}")
     plot(losses, config.plot, f"{len(losses)} strategies, one loss: {config.recipe} on {config.mesh}, float32")
     print(f"plot: {config.plot}")
 

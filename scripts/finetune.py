@@ -1,9 +1,8 @@
-"""Fine-tune the model of `make train` with adapters: from Python's own functions to what they do, in a line.
+"""Fine-tune the model of `make train` with adapters, to describe Python functions in one line.
 
-Everything is done by the commands that users type, which are printed: `jfsdp evaluate` before and after,
-`scripts/train.py --lora`, `jfsdp generate`, `jfsdp checkpoint export`. In the end PEFT and transformers read what was
-exported, and must find the same held-out loss and write the same answers. Exit status 1 if they do not, 2 for options
-that cannot be.
+It runs and prints user commands: `jfsdp evaluate` before and after, `scripts/train.py --lora`, `jfsdp generate`,
+`jfsdp checkpoint export`. At the end PEFT and transformers load the exported adapter, and must compute the same
+held-out loss and the same answers. Exit status: 1 if they differ, 2 for invalid options.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ from jfsdp.trainer.run import directory as runs
 TRAIN = Path(__file__).with_name("train.py")
 LORA = "rank=16,alpha=32,targets=**.attn.*.kernel,**.mlp.*.kernel"
 QUESTION = "\n# In words:"
-MOST_BYTES = 200  # of a function and its answer: rows have 256
+MOST_BYTES = 200  # largest size of a function with its answer; rows have 256 bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class FinetuneConfig(Options):
-    """What to train.
+    """Options of the fine-tuning.
 
     Attributes:
-      base: a run of the recipe stdlib; None: the newest in runs/, or one of `base_steps` made now.
-      run_dir: where everything is written; None: a new runs/finetune-DATE-TIME.
-      steps: of the fine-tuning.
-      base_steps: of a base that has to be trained first.
-      held_out: one function in so many is not trained on.
+      base: a run of the recipe stdlib; None: the newest in runs/, or a new one of `base_steps`.
+      run_dir: directory of all results; None: a new runs/finetune-DATE-TIME.
+      steps: steps of fine-tuning.
+      base_steps: steps of a new base.
+      held_out: one of `held_out` functions is held out.
     """
 
     base: Path | None = None
@@ -52,7 +51,7 @@ class FinetuneConfig(Options):
 
 
 def functions() -> Iterator[tuple[str, str]]:
-    """Yield short functions of the standard library, without their docstrings, and the first lines of these."""
+    """Yield short functions of the standard library without docstring, and the first line of the docstring."""
     seen = set()
     for path in sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py")):
         if {"site-packages", "test", "tests", "idlelib"} & set(path.parts):
@@ -74,7 +73,7 @@ def functions() -> Iterator[tuple[str, str]]:
 
 
 def write_records(directory: Path, held_out: int) -> tuple[Path, Path, list[str]]:
-    """Write what to train on and what is held out; return both files and three prompts of the latter."""
+    """Write training and held-out records. Return both files and three held-out prompts."""
     records = [{"prompt": f"{code}{QUESTION}", "completion": f" {answer}"} for code, answer in functions()]
     out = records[::held_out]
     kept = [record for number, record in enumerate(records) if number % held_out]
@@ -86,7 +85,7 @@ def write_records(directory: Path, held_out: int) -> tuple[Path, Path, list[str]
 
 
 def call(*command: Any, is_read: bool = False) -> str:
-    """Run a command and print it; return its output where that is read and not shown."""
+    """Print and run a command. With `is_read`, return its output instead of showing it."""
     words = [str(word) for word in command]
     shown = ["python", *words[1:]] if words[0] == sys.executable else ["jfsdp", *words[1:]]
     print(f"\n$ {shlex.join(shown)}", flush=True)
@@ -108,7 +107,7 @@ def evaluate(jfsdp: str, path: Path, data: Path) -> float:
 def compute_with_peft(
     base: Path, adapter: Path, data: Path, prompts: Sequence[str], eod: int
 ) -> tuple[float, list[list[int]]]:
-    """Return the same loss, and the ids of the same answers, as PEFT and transformers compute them."""
+    """Return the held-out loss, and the ids of the answers to `prompts`, computed by PEFT and transformers."""
     peft, torch, transformers = (load(name, "peft") for name in ("peft", "torch", "transformers"))
 
     transformers.utils.logging.disable_progress_bar()
@@ -138,13 +137,13 @@ def compute_with_peft(
 
 
 def main(config: FinetuneConfig) -> int:
-    """Train, compare, export, read again; return the exit status."""
+    """Train, export and compare. Return the exit status."""
     begin, jfsdp = time.perf_counter(), str(Path(sys.executable).with_name("jfsdp"))
     run_dir = config.run_dir or runs.new_run_dir("finetune")
     if run_dir.exists():
-        raise ValueError(f"--run-dir {run_dir}: is there already; name a new one")
+        raise ValueError(f"--run-dir {run_dir}: exists already; name a new one")
     if config.base is not None and not config.base.is_dir():
-        raise ValueError(f"--base {config.base}: is no directory; name that of a run")
+        raise ValueError(f"--base {config.base}: is not a directory; name the directory of a run")
     need("train")
     need("peft")
     run_dir.mkdir(parents=True)
@@ -162,9 +161,9 @@ def main(config: FinetuneConfig) -> int:
     tuned = run_dir / "tuned"
     call(sys.executable, TRAIN, "--recipe", "stdlib", *options, "--run-dir", tuned)
     after = evaluate(jfsdp, tuned, held_out)
-    asked = [word for prompt in prompts for word in ("--prompt", prompt)]
+    given = [word for prompt in prompts for word in ("--prompt", prompt)]
     lines = call(
-        jfsdp, "generate", tuned, *asked, "--param-dtype", "float32", "--max-tokens", 80, "--json", is_read=True
+        jfsdp, "generate", tuned, *given, "--param-dtype", "float32", "--max-tokens", 80, "--json", is_read=True
     )
     answers = [json.loads(line) for line in lines.splitlines()]
     for prompt, answer in zip(prompts, answers):
@@ -173,10 +172,9 @@ def main(config: FinetuneConfig) -> int:
     call(jfsdp, "checkpoint", "export", tuned, run_dir / "adapter")
     theirs, their_answers = compute_with_peft(run_dir / "base-hf", run_dir / "adapter", held_out, prompts, 256)
     is_same = abs(theirs - after) < 1e-4 and their_answers == [answer["tokens"] for answer in answers]
-    print(f"\nheld-out loss of answers: {before:.4f} before, {after:.4f} after; by peft and transformers {theirs:.4f}")
-    print(
-        f"three answers: {'the same' if their_answers == [a['tokens'] for a in answers] else 'NOT the same'} by theirs"
-    )
+    print(f"\nheld-out loss of answers: {before:.4f} before, {after:.4f} after; PEFT and transformers: {theirs:.4f}")
+    are_same = their_answers == [answer["tokens"] for answer in answers]
+    print(f"three answers of PEFT and transformers: {'the same' if are_same else 'NOT the same'}")
     print(f"{time.perf_counter() - begin:.0f} s in all; results in {run_dir}, the adapter in {run_dir / 'adapter'}")
     return 0 if is_same and after < before else 1
 

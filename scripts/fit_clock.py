@@ -1,11 +1,15 @@
 """Fit the clock's constants to published runs: `python scripts/fit_clock.py --programs /scratch/programs`.
 
-Plans every run of published.json (some 20 minutes on two cores; programs that are in --programs are not compiled again,
-so give each version of jfsdp a directory of its own), then fits: what an A100 and an H100 keep of their rates under
-load, and how unlike GPUs are, on runs of XLA and torch.compile; and how often eager PyTorch moves the bytes of its
-kernels, on its runs. Every source weighs the same. Then each source is left out in turn and its runs are predicted from
-the others: these errors are docs/performance.md's, and `CLOCK_RANGE` of jfsdp/plan/time/rates.py. The constants are in
-the code, rounded, and are changed there by hand. --list plans nothing: it prints each run with the command of its plan.
+It plans every run of published.json, which takes about 20 minutes on two cores. Programs in --programs are not compiled
+again, so use a separate directory for each version of jfsdp.
+
+Then it fits constants: on runs of XLA and torch.compile, the fraction of their rates that an A100 and an H100 sustain
+under load, and the spread between GPUs; on runs of eager PyTorch, how often kernels move their bytes. Every source has
+the same weight.
+
+Then each source is left out in turn, and its runs are predicted from the others. docs/performance.md has these errors,
+and `CLOCK_RANGE` of jfsdp/plan/time/rates.py follows from them. Change the rounded constants in the code manually.
+--list only prints each run with the command of its plan.
 """
 
 from __future__ import annotations
@@ -35,25 +39,25 @@ from jfsdp.trainer.help_groups import Options, option
 Constants = dict[str, float]
 START: Constants = {"a100": 0.95, "h100": 0.8, "spread": 0.03, "passes": 1.5}
 BOUNDS = {"a100": (0.6, 1.0), "h100": (0.5, 1.0), "spread": (0.0, 0.08), "passes": (1.0, 4.0)}
-LARGE = 0.15  # |log ratio| beyond which an error counts linearly: a few odd runs must not decide
+LARGE = 0.15  # |log ratio| above which an error counts linearly, so that a few outliers do not dominate
 NEAR = 0.12
 
 
 @dataclasses.dataclass(frozen=True)
 class FitOptions(Options):
-    """Where programs are kept."""
+    """Options of the fit."""
 
     programs: Path = Path("programs")
-    """A directory for the compiled programs, one file for each run."""
+    """Directory for the compiled programs, one file per run."""
     jobs: int = option(2, least=1)
-    """How many runs are planned at a time."""
+    """Runs to plan in parallel."""
     list: bool = False
-    """Print each run with its source and the command of its plan, and plan nothing."""
+    """Only print each run with its source and the command of its plan."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A timed run and the program of its plan, ready for any rates."""
+    """A published run, and its prediction as a function of the constants."""
 
     run: PublishedRun
     needed_bytes: int
@@ -61,7 +65,7 @@ class Case:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan, fit, leave out, print; return the exit status: 2 for what cannot be begun."""
+    """Plan, fit, cross-validate and print. Return the exit status: 2 if the directory or a topology is unusable."""
     options = tyro.cli(FitOptions, args=list(argv), prog="fit_clock.py", description=__doc__)
     if options.list:
         for run in published_runs():
@@ -92,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     _print(timed, constants, ratios, left_out, committed)
     found = sorted(1 / left_out[case.run.id] for case in timed if case.run.basis)
     low, high = (found[int(share * len(found))] for share in (0.05, 0.95))
-    print(f"CLOCK_RANGE, measured over predicted of nine of ten runs: {low:.3f} to {high:.3f}")
+    print(f"CLOCK_RANGE, measured / predicted of nine of ten runs: {low:.3f} to {high:.3f}")
     for case in cases:
         if memory := case.run.memory:
             ratio = memory["gib"] * 2**30 / case.needed_bytes
@@ -101,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _file(programs: Path, run: PublishedRun) -> Path:
-    """Named by what was planned with what, so that a change of either is another file."""
+    """Return the file of a run's program. Its name depends on the command and the version of JAX."""
     what = hashlib.sha256(f"{run.command} {jax.__version__}".encode()).hexdigest()[:12]
     return programs / f"{run.id}-{what}.json.gz"
 
@@ -126,9 +130,9 @@ def _case(run: PublishedRun, programs: Path) -> Case:
     usual, works = find_gpu(chip).sustained, {}
 
     def seconds(constants: Constants) -> float:
-        """At other constants than the code's, as far as they are given."""
+        """Return the predicted seconds with these constants, and the code's for missing ones."""
         given = {name: value for name, value in constants.items() if name not in ("a100", "h100")}
-        if chip in constants:  # the same part less on a card with a lower limit
+        if chip in constants:  # scaled for a card with a lower power limit
             given["sustained"] = constants[chip] * run.cluster.gpu.sustained / usual
         return predict(run, module, collectives, works=works, **given)
 
@@ -136,14 +140,14 @@ def _case(run: PublishedRun, programs: Path) -> Case:
 
 
 def fit(cases: Sequence[Case]) -> Constants:
-    """Return the constants that fit best: first those of all, on fused programs; then eager PyTorch's own."""
+    """Return the best constants: first the common ones, on fused programs; then the one of eager PyTorch."""
     fused = [case for case in cases if case.run.basis and case.run.software != EAGER]
     eager = [case for case in cases if case.run.basis and case.run.software == EAGER]
     return _descend(eager, _descend(fused, START, ("a100", "h100", "spread")), ("passes",))
 
 
 def _descend(cases: Sequence[Case], start: Constants, names: Sequence[str]) -> Constants:
-    """Change one constant at a time for as long as that helps."""
+    """Minimize the loss by changing one constant at a time."""
     best, steps = dict(start), dict.fromkeys(names, 0.1)
     least = _loss(cases, best)
     while cases and max(steps.values()) > 0.005:
@@ -185,8 +189,8 @@ def _print(
     committed: Mapping[str, float],
 ) -> None:
     at_bound = [name for name, value in constants.items() if value in BOUNDS[name]]
-    print(f"with all: {_show(constants)}" + f"; at its bound: {', '.join(at_bound)}" * bool(at_bound))
-    print("predicted over measured: fitted, its source left out, with the code's constants")
+    print(f"all sources: {_show(constants)}" + f"; at its bound: {', '.join(at_bound)}" * bool(at_bound))
+    print("predicted / measured: fitted, with its source left out, with the code's constants")
     for case in cases:
         name = case.run.id
         print(f"{name:42s} {ratios[name]:.3f}  {left_out[name]:.3f}  {committed[name]:.3f}")

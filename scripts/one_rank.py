@@ -1,13 +1,13 @@
-"""Measure on one GPU the memory that a rank of a cluster takes: `one_rank.py --model llama-8b --nodes 8`.
+"""Measure the memory of one rank of a cluster on one GPU: `one_rank.py --model llama-8b --nodes 8`.
 
-JAX's flag `jax_mock_gpu_topology` describes the whole cluster. The step of one rank is compiled with XLA's autotuning
-and runs on this machine's GPU; its collectives send nothing. The peak of memory is the rank's, without NCCL's buffers
-(`jfsdp plan --reserve`). Values and seconds are meaningless and are not printed. State and batch are zeros in the
+JAX's flag `jax_mock_gpu_topology` simulates the cluster. The step of one rank is compiled with XLA's autotuning and
+runs on this machine's GPU, with collectives that send nothing. Its peak memory equals the rank's, without NCCL's
+buffers (`jfsdp plan --reserve`). Values and times are meaningless and not printed. State and batch are zeros with the
 shapes and shardings of the job.
 
-XLA tries kernels while it compiles, and their memory would count. So one process compiles, and a second one measures.
+Autotuning allocates memory for trial kernels. Therefore one process compiles, and a second one measures.
 
-Exit status: 0; 2 for options that cannot be; 3 if the step needs more memory than the GPU has.
+Exit status: 0; 2 for invalid options; 3 if the step does not fit into the GPU's memory.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ from jfsdp.trainer.options import Count, StepOptions, describe_error
 
 @dataclasses.dataclass(frozen=True)
 class RankOptions(StepOptions):
-    """A step, and the cluster whose rank runs it."""
+    """Options of a step and its cluster."""
 
     nodes: Count = option(1, "cluster", least=1)
-    """How many machines."""
+    """Number of machines."""
     gpus_per_node: Count = option(8, "cluster", least=1)
     """GPUs of each machine."""
     steps: Count = option(2, least=1)
-    """How many steps to run."""
+    """Steps to run."""
     json: bool = False
-    """Print JSON: bytes."""
+    """Print JSON, in bytes."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compile, measure and print; return the exit status."""
+    """Compile, measure and print. Return the exit status."""
     try:
         options = read_command(RankOptions, argv, prog="one_rank.py", description=__doc__)
         mesh_sizes(options.mesh, options.nodes * options.gpus_per_node)
         with plain_warnings(), tempfile.TemporaryDirectory(prefix="jfsdp-rank-") as cache:
-            # Autotuning would wait for what the other processes found.
+            # Sharded autotuning would wait for the other processes of the cluster.
             flags = {"xla_gpu_shard_autotuning": "false"}
             os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), flags)
             compiled, measured = _in_new_process(options, cache), _in_new_process(options, cache)
@@ -97,17 +97,18 @@ def _measure_mocked(options: RankOptions, cache: str) -> dict[str, Any]:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     start_jax()
     if jax.default_backend() != "gpu":
-        raise ValueError("JAX sees no GPU, and a rank's memory is measured on one; plan it without: jfsdp plan")
+        raise ValueError("JAX sees no GPU, but the measurement needs one; use jfsdp plan on machines without")
     num_ranks = options.nodes * options.gpus_per_node
-    # As jfsdp.make_mesh orders them; it would ask the other processes for their hosts.
+    # The order of jfsdp.make_mesh, which cannot be called: it exchanges host names with the other processes.
     devices = np.asarray(jax.devices()[:num_ranks], dtype=object)
     return measure(options, place_devices(devices, mesh_sizes(options.mesh, num_ranks)))
 
 
 def measure(options: RankOptions, mesh: Mesh) -> dict[str, Any]:
-    """Run the step on zeros, on the devices of the mesh that are here; return bytes of the first of them.
+    """Run the step on zeros, on the local devices of the mesh. Return bytes of the first local device.
 
-    `peak_bytes` is the allocator's, 0 on CPUs; `compiled_bytes` is XLA's for the step, 0 for one out of JAX's cache.
+    `peak_bytes` is the allocator's peak, 0 on CPUs. `compiled_bytes` is XLA's analysis of the step, 0 for a cached
+    program.
     """
     planned = shard_planned(options, mesh=mesh)
     shapes = planned.step.abstract_state()
@@ -134,7 +135,7 @@ def measure(options: RankOptions, mesh: Mesh) -> dict[str, Any]:
 
 
 def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
-    """Make the shards of an array that are here, each on its own device."""
+    """Return an array with zeros in its local shards."""
     sharding = shape.sharding
     assert sharding is not None
     local = sharding.shard_shape(shape.shape)
@@ -143,9 +144,9 @@ def _zeros(shape: jax.ShapeDtypeStruct) -> jax.Array:
         is_key = jnp.issubdtype(shape.dtype, jax.dtypes.prng_key)
         return jnp.broadcast_to(jax.random.key(0), local) if is_key else jnp.zeros(local, shape.dtype)
 
-    own = [SingleDeviceSharding(x, memory_kind=sharding.memory_kind) for x in sharding.addressable_devices]
+    shardings = [SingleDeviceSharding(x, memory_kind=sharding.memory_kind) for x in sharding.addressable_devices]
     return jax.make_array_from_single_device_arrays(
-        shape.shape, sharding, [jax.jit(zeros, out_shardings=one)() for one in own]
+        shape.shape, sharding, [jax.jit(zeros, out_shardings=one)() for one in shardings]
     )
 
 

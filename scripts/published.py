@@ -1,11 +1,11 @@
-"""Runs that others measured and published, as data, and what a plan predicts for them; fit_clock.py fits to them.
+"""Published measurements of training runs, as data, and the prediction of a plan for each. fit_clock.py uses them.
 
 [Note: which runs]
-A run is here if model, mesh, rows and what it recomputes are published or follow from its software's defaults of the
-time, and it trains in bfloat16 without axes that jfsdp lacks. `differs` says what our plan of it does otherwise, and
-what we read into the source; `doubts` what the source leaves open. Where that decides the time, as with a network known
-within eight times only, the run is planned, but the clock is not fitted to it. Nothing is adjusted for one run. Its
-program is the one of `command`; its seconds are those of its software (`rates`).
+A run is included if model, mesh, rows and recomputation are published or follow from its software's defaults at that
+time, and it trains in bfloat16 on axes that jfsdp has. `differs` lists differences of our plan, and assumptions about
+the source. `doubts` lists open questions of the source. If a doubt decides the time (such as a network known only to a
+factor of eight), the run is planned, but the clock is not fitted to it. No run has individual adjustments. `command`
+gives its program, and `rates` the rates of its software.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from jfsdp.trainer.parse import read_fields
 
 GB = 1e9
 
-# What FlashAttention-2 gets of an H100's peak, forward and backward together: 335 TFLOP/s (Dao-AILab/flash-attention,
-# README). On an A100 it gets what cuDNN gets.
+# FlashAttention-2's fraction of an H100's peak, forward and backward together: 335 TFLOP/s (Dao-AILab/flash-attention,
+# README). On an A100 it equals cuDNN's.
 FLASH2_ON_HOPPER = (0.34, 0.34)
-# How often kernels that are bound by memory move their bytes in eager PyTorch, where XLA fuses them: the one constant
-# that eager runs have for themselves. Fitted (scripts/fit_clock.py).
+# Factor of the bytes that memory-bound kernels move in eager PyTorch, compared with XLA's fused kernels. It is the only
+# constant for eager runs. Fitted (scripts/fit_clock.py).
 EAGER_PASSES = 1.4
 XLA, COMPILED, EAGER = "xla", "torch-compiled", "torch-eager"
 
 
 @dataclasses.dataclass(frozen=True)
 class PublishedRun:
-    """One run that somebody measured.
+    """A published measurement of a run.
 
     Attributes:
-      id: its name here.
-      source: repository, path in it and date of what was read.
-      framework: by which it was run.
-      software: XLA, COMPILED (torch.compile, or kernels fused by hand) or EAGER (PyTorch).
+      id: unique name.
+      source: repository, path and date of the source.
+      framework: the framework of the run.
+      software: XLA, COMPILED (torch.compile, or manually fused kernels) or EAGER (PyTorch).
       gpu, nodes, gpus_per_node: the cluster.
-      network: GB/s of a GPU's share of its node's adapters; None: what is usual for the GPU.
-      model, model_config: the job of ours that has its shapes.
-      options: the other options of the step.
-      basis: whether the clock is fitted to it; not where what decides its time is not known, as a network's speed.
-      step_s: measured seconds; None: only memory was.
+      network: GB/s per GPU of the node's network adapters; None: the GPU's default.
+      model, model_config: a job of jfsdp with the same shapes.
+      options: other options of the step.
+      basis: whether the clock is fitted to it; False if a decisive value is unknown, such as the network's speed.
+      step_s: measured seconds; None: only memory was measured.
       memory: measured peak: {"gib", "kind"}, where kind is "reserved" or "allocated" by PyTorch's allocator.
       differs, doubts: see [Note: which runs].
     """
@@ -75,7 +75,7 @@ class PublishedRun:
 
     @functools.cached_property
     def cluster(self) -> Cluster:
-        """The cluster that it ran on."""
+        """The cluster of the run."""
         gpu = find_gpu(self.gpu)
         if self.network:
             gpu = dataclasses.replace(gpu, network_bandwidth=self.network * GB)
@@ -83,13 +83,13 @@ class PublishedRun:
 
     @property
     def step_options(self) -> StepOptions:
-        """The options of `jfsdp plan` that come closest. Its rows are one document each."""
+        """The closest options of `jfsdp plan`, with one document per row."""
         fields = {"model": self.model, "model_config": self.model_config, "cross_documents": True, **self.options}
         return StepOptions(**read_fields(StepOptions, fields))
 
     @property
     def command(self) -> str:
-        """The same as a command line."""
+        """The command line of its plan."""
         config = " ".join(f"{name}={json.dumps(value)}" for name, value in self.model_config.items())
         options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in self.options.items())
         network = f" --network {self.network:g}" if self.network else ""
@@ -97,11 +97,11 @@ class PublishedRun:
         return f"jfsdp plan {where} --cross-documents --model {self.model} {options} --model-config {config}"
 
     def rates(self, *, passes: float = EAGER_PASSES, **constants: float) -> Rates:
-        """Return the rates at which its software works; `constants` as fields of `Rates`."""
+        """Return the rates of its software; `constants` are fields of `Rates`."""
         hopper = self.cluster.gpu.capability[0] == 9
         attention = FLASH2_ON_HOPPER if hopper and self.software != XLA else CUDNN_ATTENTION
-        own: dict[str, Any] = {"attention": attention, "passes": passes if self.software == EAGER else 1.0, **constants}
-        return Rates(self.cluster, **own)
+        fields: dict[str, Any] = {"attention": attention, "passes": passes if self.software == EAGER else 1.0}
+        return Rates(self.cluster, **fields | constants)
 
 
 @functools.cache
@@ -125,5 +125,5 @@ def predict(
     works: dict[str, Work] | None = None,
     **constants: float,
 ) -> float:
-    """Return the seconds of a step of that program at the rates of the run's software, `works` as in `simulate`."""
+    """Return the predicted seconds of a step at the rates of the run's software; `works` as in `simulate`."""
     return simulate(module, collectives, run.rates(**constants), works=works).step_s

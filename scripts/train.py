@@ -1,12 +1,12 @@
-"""Train a model, fully sharded, from one command: `python scripts/train.py --recipe stdlib`.
+"""Train a fully sharded model: `python scripts/train.py --recipe stdlib`.
 
-A recipe names defaults; any option on the command line overrides it. Exit status:
-- 0: all steps are done; or SIGINT, SIGTERM, SIGUSR1 or SIGHUP stopped the training, whose last step is saved (a second
-  one kills)
+A recipe sets defaults. Options on the command line override it. Exit status:
+- 0: all steps are done; or SIGINT, SIGTERM, SIGUSR1 or SIGHUP stopped training, and the last step is saved (a second
+  signal kills the process)
 - 1: an error after training began
-- 2: what was asked cannot begin: an option, a path, data, weights, a checkpoint that is not there
-- 4: the checkpoint to begin or resume from is damaged
-- 75: not all processes came, or nothing got on (--timeout); 76: another process failed
+- 2: training cannot begin: an invalid option, path, data or weights, or a missing checkpoint
+- 4: the checkpoint to start or resume from is damaged
+- 75: some processes never joined, or no progress within --timeout; 76: another process failed
 """
 
 from __future__ import annotations
@@ -51,17 +51,17 @@ INTERRUPTED = 130
 
 
 class UsageError(ValueError):
-    """What was asked for cannot be: exit status 2."""
+    """Error before training begins: exit status 2."""
 
 
 def parse(argv: Sequence[str], kept: Mapping[str, Any] | None = None) -> TrainConfig:
-    """Read the command line over what a run to resume had, and over the defaults of its recipe."""
+    """Parse the command line. Defaults come from the resumed run (`kept`), then from the recipe."""
     args = _with_bare_resume(argv)
     description = f"{(__doc__ or '').strip()}\n\nRecipes: {', '.join(recipe_names())}."
     try:
         check_known(args, TrainConfig)
         default = dataclasses.replace(recipe_defaults(TrainConfig(), args), **kept or {})
-        if launched := os.environ.get(DEVICES):  # which a recipe does not know
+        if launched := os.environ.get(DEVICES):  # the launcher overrides a recipe
             default = dataclasses.replace(default, simulate_devices=int(launched))
         with ending_with_its_reader():
             return read_command(TrainConfig, args, default=default, prog="train.py", description=description)
@@ -78,14 +78,14 @@ def _with_bare_resume(argv: Sequence[str]) -> list[str]:
 
 
 def find_run_dir(config: TrainConfig) -> Path:
-    """Return the directory of the run, which may not exist yet."""
+    """Return the directory of the run. It may not exist yet."""
     if config.run_dir is not None:
         return Path(config.run_dir).expanduser()
     name = config.recipe if config.recipe != "none" else config.model or (config.factory or "run").replace(":", ".")
     import jax
 
     if jax.process_count() > 1:
-        raise UsageError("several processes must agree on the directory of the run: give --run-dir")
+        raise UsageError("several processes need the same directory of the run; give --run-dir")
     return runs.newest_run_dir(name) if config.resume else runs.new_run_dir(name)
 
 
@@ -110,24 +110,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     except Exception as error:
         say(traceback.format_exc())
-        # Gloo, for CPUs, has its own time limit: another process hangs in a collective, or does not reach it.
+        # Gloo, the backend for CPUs, has a time limit for collectives. Another process hangs.
         status = STUCK if "Gloo" in str(error) and "timed out" in str(error).lower() else 1
         tell_and_end(f"{type(error).__name__}: {error}", status)
         return status
     except KeyboardInterrupt:
-        print("train.py: interrupted; what was saved before stands", file=sys.stderr)
+        print("train.py: interrupted; earlier checkpoints are kept", file=sys.stderr)
         return INTERRUPTED
     return 0
 
 
 def as_before(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str]) -> TrainConfig:
-    """Go on as the run to resume did in what its command leaves out of what a run keeps (`resume_rules.RULES`)."""
+    """Return the configuration with the resumed run's values of omitted options (`resume_rules.RULES`)."""
     kept = resume_rules.kept(stored)
     again = parse(argv, kept)
-    left_out = {name: getattr(again, name) for name in kept if getattr(again, name) != getattr(config, name)}
-    if left_out:
-        shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in left_out.items())
-        print(f"note: left out, so as the run had it: {shown}")
+    restored = {name: getattr(again, name) for name in kept if getattr(again, name) != getattr(config, name)}
+    if restored:
+        shown = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in restored.items())
+        print(f"note: options of the resumed run: {shown}")
     for name, instead in resume_rules.removed(stored).items():
         was = stored["config"][name]
         print(f"note: this run had --{name.replace('_', '-')} {was}, an option that was removed; use {instead}")
@@ -135,7 +135,7 @@ def as_before(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str
 
 
 def train(config: TrainConfig, argv: Sequence[str]) -> None:
-    """Do everything that the configuration, read from a command line, says."""
+    """Train with a configuration that was read from the command line `argv`."""
     begin = time.perf_counter()
     try:
         configure_xla(simulate_devices=config.simulate_devices)
@@ -161,7 +161,7 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
 
             run_dir = find_run_dir(config)
             if config.resume is None and os.environ.get(RESTART, "0") != "0":
-                print("note: started again by jfsdp launch, so with --resume auto")
+                print("note: restarted by jfsdp launch with --resume auto")
                 argv = [*argv, "--resume", "auto"]
                 config = parse(argv)
             stored = runs.read_config(run_dir) if config.resume else {}
@@ -171,11 +171,11 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
     except ValueError as error:
         raise UsageError(str(error)) from error
     if not is_cached and config.cache_dir is not None:
-        print("note: --cache-dir is not used: XLA loses the order of collectives in programs for several CPU devices")
+        print("note: --cache-dir is not used: cached programs for several CPU devices lose the order of collectives")
     try:
         run.run()
     except ValueError as error:
-        if run.loop is not None and (run.first or run.loop.first_step_s is not None):  # some step was taken
+        if run.loop is not None and (run.first or run.loop.first_step_s is not None):  # training began
             raise
         raise UsageError(str(error)) from error
     except OSError as error:
@@ -189,8 +189,8 @@ if __name__ == "__main__":
     sys.stderr.flush()
     try:
         sys.stdout.flush()
-    except BrokenPipeError:  # said above; at its end the interpreter would say it again
+    except BrokenPipeError:  # already reported; the interpreter would report it again at exit
         os._exit(status)
     if status == INTERRUPTED:
-        os._exit(status)  # threads that compile do not survive the end of the interpreter
+        os._exit(status)  # compilation threads would crash during interpreter exit
     sys.exit(status)

@@ -1,4 +1,4 @@
-"""A run of the training script: data, options, jobs, loop, metrics."""
+"""The training script's options, jobs, data, loop and metrics."""
 
 from typing import TYPE_CHECKING
 

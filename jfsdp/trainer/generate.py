@@ -1,8 +1,8 @@
-"""Text from a sharded model with a cache of keys and values: a program for the prompts, one for each further token.
+"""Text generation from a sharded model with a KV cache: one program for the prompts, one for each further token.
 
-[Note: rows of generation] Prompts of different lengths stand in one batch, padded at their ends. Every row goes on at
-its own position: what padding computes is written to no place of the cache and seen by no token. So the tokens of a row
-depend neither on the other rows nor on the devices that it is on, but for rounding.
+[Note: rows of generation] Prompts of different lengths are in one batch, padded at their ends. Every row continues at a
+separate position. Keys and values of padding are not written to the cache, and no token attends to them. So the tokens
+of a row depend neither on other rows nor on the mesh, except for rounding.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from jfsdp.trainer.job import Job
 @checked
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
+    """Sampling parameters for the next token.
 
     Attributes:
-      temperature: 0 takes the likeliest token; else logits are divided by it, and a token is drawn.
-      top_k: draw among so many of the likeliest; None: among all.
-      top_p: draw among the likeliest whose probabilities make up so much together, one at least; None: among all.
-      seed: of the draws; a row's depend on its number and its position alone.
+      temperature: divisor of the logits before sampling; 0 takes the most likely token.
+      top_k: sample among the `top_k` most likely tokens; None: among all.
+      top_p: sample among the most likely tokens whose probabilities sum to `top_p`, at least one; None: among all.
+      seed: seed of the samples. A row's samples depend only on seed, row number and position.
 
     Raises:
-      ValueError: for numbers that make no sense.
+      ValueError: for values out of range, and `top_k` or `top_p` without a temperature.
     """
 
     temperature: Amount = 0.0
@@ -49,8 +49,8 @@ class Sampling:
             raise ValueError(f"temperature={self.temperature} must be finite, and top_p={self.top_p} above 0")
         if self.temperature == 0 and (self.top_k, self.top_p) != (None, None):
             raise ValueError(
-                f"top_k={self.top_k}, top_p={self.top_p}: choose among tokens that are drawn, and temperature=0 draws "
-                "none; give a temperature above 0"
+                f"top_k={self.top_k}, top_p={self.top_p}: have no effect with temperature=0, which takes the most "
+                "likely token; set a temperature above 0"
             )
 
     def draw(self, logits: jax.Array, rows: jax.Array, positions: jax.Array) -> jax.Array:
@@ -72,16 +72,16 @@ class Sampling:
 
 
 class Generator:
-    """Generates from prompts: `generator(state, prompts, 64)`. Two programs are compiled for each pair of sizes.
+    """Generates tokens after prompts: `generator(state, prompts, 64)`. Compiles two programs per shape of a batch.
 
-    Layout:  rows over the data axes, heads of the cache over `tensor`: like the batches and weights of training.
-    Memory:  the cache, `2 * layers * rows * length * heads * size` elements over all devices; the weights as the model
-             is sharded; one unit gathered.
-    Cost:    every unit is gathered once for the prompts and once per token: so `tensor` alone, or one device, is
-             fastest where the weights fit.
+    Layout:  rows over the data axes, heads of the cache over `tensor`, as for batches and weights in training.
+    Memory:  the cache, `2 * layers * rows * length * heads * size` elements over all devices; the sharded weights; one
+             gathered unit.
+    Cost:    every unit is gathered once for the prompts and once per token. If the weights fit, a mesh with only axis
+             `tensor`, or one device, is fastest.
 
     Args:
-      stop: ids that end a row.
+      stop: token ids that end a row.
 
     Raises:
       ValueError: if the job has no cache.
@@ -90,8 +90,8 @@ class Generator:
     def __init__(self, model: ShardedModel, job: Job, sampling: Sampling | None = None, *, stop: Sequence[int] = ()):
         if job.cache is None:
             raise ValueError(
-                f"job {job.name!r} has no cache of keys and values; give its field `cache`, and its model the "
-                "arguments that jfsdp.trainer.Job says"
+                f"job {job.name!r} has no cache of keys and values; set its field `cache`, and give its model the "
+                "arguments described in jfsdp.trainer.Job"
             )
         self.model, self.job, self.stop = model, job, tuple(stop)
         self._sampling = sampling or Sampling()
@@ -107,18 +107,18 @@ class Generator:
         longest: int = 1,
         rows: int = 1,
     ) -> list[np.ndarray]:
-        """Return the ids [n] that follow each prompt, with the one that stops it; at most `num_tokens`.
+        """Return the ids [n] that follow each prompt, at most `num_tokens`, including the stop id.
 
-        Several processes call it with the same prompts, and all get all rows.
+        All processes pass the same prompts, and get all rows.
 
         Args:
-          prompts: ids of each row, one at least in each.
-          first_row: the number of the first prompt, for what is drawn: of prompts in several calls each has its own.
-          longest, rows: tokens of the longest prompt of several calls, and most prompts of one: each is padded to
-            these, and all run the same two programs.
+          prompts: token ids of each row, at least one each.
+          first_row: row number of the first prompt, for sampling. Prompts of several calls need different numbers.
+          longest, rows: minimum length and number of prompts to pad to. Calls with equal values use the same two
+            programs.
 
         Raises:
-          ValueError: for no prompts, empty ones, ids beyond the vocabulary, or nothing to generate; if logits are NaN.
+          ValueError: for no prompts, empty prompts, ids beyond the vocabulary, `num_tokens` below 1, and NaN logits.
         """
         self._check(prompts, num_tokens)
         tokens, lengths = self._padded(prompts, longest, rows)
@@ -135,8 +135,8 @@ class Generator:
             chosen = np.asarray(chosen)
             if (bad := np.flatnonzero(chosen[: len(prompts)] < 0)).size:
                 raise ValueError(
-                    f"logits of prompt {first_row + bad[0] + 1} are NaN after {len(found)} tokens; compute in another "
-                    "--param-dtype, or look at the weights (jfsdp checkpoint verify)"
+                    f"logits of prompt {first_row + bad[0] + 1} are NaN after {len(found)} tokens; use another "
+                    "--param-dtype, or check the weights (jfsdp checkpoint verify)"
                 )
             found.append(chosen)
             is_done |= np.isin(chosen, self.stop)
@@ -152,7 +152,7 @@ class Generator:
         """Return the shapes of the cache, with their shardings.
 
         Raises:
-          ValueError: if the model does not reach so far.
+          ValueError: if `length` is beyond the model's, or axis `tensor` does not divide the heads.
         """
         assert self.job.cache is not None
         dtype = self.model.layout.mp_policy.param_dtype or "float32"
@@ -163,7 +163,7 @@ class Generator:
             if shape.shape[-3] % size:
                 raise ValueError(
                     f"mesh axis 'tensor' (size {size}) does not divide the {shape.shape[-3]} heads of keys and values; "
-                    "give that axis a size that does"
+                    "use a size that divides them"
                 )
         heads = "tensor" if "tensor" in mesh.axis_names else None
 
@@ -174,14 +174,14 @@ class Generator:
         return jax.tree.map(place, shapes)
 
     def empty_cache(self, rows: int, length: int) -> Any:
-        """Return a cache of zeros, made on the devices."""
+        """Return a cache of zeros, allocated on the devices."""
         shapes = self.cache_shapes(rows, length)
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         zeros = lambda: jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)  # noqa: E731
         return jax.jit(zeros, out_shardings=shardings)()
 
     def lower(self, state: Any, rows: int, length: int, tokens: int = 1) -> Any:
-        """Return the program of one more token, or of prompts of so many, lowered for shapes."""
+        """Lower the program of one more token (`tokens` = 1) or of prompts of `tokens` tokens."""
         put = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
         inputs = (put(rows, tokens), put(rows, tokens), put(rows), put(rows), put(rows))
         placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(self.model.mesh, x)) for x in inputs]
@@ -191,7 +191,7 @@ class Generator:
         self, module: Any, cache: Any, tokens: Any, positions: Any, last: Any, current: Any, numbers: Any
     ) -> tuple[Any, jax.Array]:
         logits, cache = module(tokens, positions=positions, cache=cache, lengths=last)
-        # The whole logits of a token per row go to every device: they are few, and draws are then the same everywhere.
+        # Logits of one token per row are small, and replicating them makes the samples equal on all devices.
         whole = NamedSharding(self.model.mesh, PartitionSpec())
         logits = jax.lax.with_sharding_constraint(logits[:, : self.job.vocab_size].astype(jnp.float32), whole)
         chosen = jnp.where(jnp.isnan(logits).any(axis=-1), -1, self._sampling.draw(logits, numbers, current))
@@ -205,7 +205,7 @@ class Generator:
         return [make(x.shape, sharding, x.__getitem__) for x, sharding in zip(arrays, shardings, strict=True)]
 
     def _padded(self, prompts: Sequence[np.ndarray], longest: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids [B T] and lengths [B], with rows of one token added where the data shards do not divide B."""
+        """Return ids [B T] and lengths [B]. Rows of one token are added until the data shards divide B."""
         shards = num_data_shards(dict(self.model.layout.mesh_sizes))
         count = -(-max(len(prompts), rows) // shards) * shards
         longest = max(longest, *map(len, prompts))
@@ -216,11 +216,11 @@ class Generator:
 
     def _check(self, prompts: Sequence[np.ndarray], num_tokens: int) -> None:
         if not prompts or num_tokens < 1:
-            raise ValueError(f"{len(prompts)} prompts, {num_tokens} tokens to generate: at least one of each is needed")
+            raise ValueError(f"{len(prompts)} prompts, {num_tokens} tokens to generate: both must be at least 1")
         for number, prompt in enumerate(prompts, 1):
             limit = self.job.vocab_size or 2**31
             if not len(prompt) or prompt.min() < 0 or prompt.max() >= limit:
                 raise ValueError(
-                    f"prompt {number} has {len(prompt)} tokens, the largest id {max(prompt, default=None)}, and the "
-                    f"model knows ids below {limit}; use the model's own tokenizer, and prompts that are not empty"
+                    f"prompt {number} has {len(prompt)} tokens and largest id {max(prompt, default=None)}, but the "
+                    f"model's ids are below {limit}; use the model's tokenizer, and prompts that are not empty"
                 )

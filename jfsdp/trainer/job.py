@@ -1,4 +1,4 @@
-"""A Job: what the training script, explain, and every other tool mean by "a model". Found by name or by factory."""
+"""The class Job, a model with all that is needed to train it, and loading of jobs by name or factory."""
 
 from __future__ import annotations
 
@@ -20,47 +20,45 @@ DATA_KINDS = ("tokens", "pairs")
 @checked
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """A model with everything needed to train it on any mesh. Plain data: packages offer jobs as dicts of these fields.
+    """A model with everything needed to train it on any mesh. Packages offer jobs as dicts of these fields.
 
     Attributes:
-      model: whatever `fully_shard` takes as model: a factory `f(rngs) -> nnx.Module`, a module, or
+      model: the model argument of `fully_shard`: a factory `f(rngs) -> nnx.Module`, a module, or
         `(linen module, example inputs)`.
-      loss: `f(model, batch)`; returns a scalar or an object with `total` and `weight`, and perhaps `aux`; see
+      loss: `f(model, batch)`; returns a scalar or an object with `total`, `weight` and optionally `aux`; see
         `jfsdp.Loss`. An aux value `correct` is shown as accuracy.
       batch: `f(batch_size, seq_len) -> pytree of jax.ShapeDtypeStruct`, the shapes of one global batch.
-      units: what is gathered together, as `fully_shard` takes it.
-      axis_rules, placements: which dims of its parameters axis `tensor` cuts, as `fully_shard` takes them.
+      units: the `units` argument of `fully_shard`.
+      axis_rules, placements: the arguments of `fully_shard` for axis `tensor`.
       optimizer: `f(learning_rate or schedule) -> optax.GradientTransformation`.
-      name: what it is called in messages and run directories.
-      eval_loss: the loss of held-out batches, where it is another than `loss`: without dropout, with stored batch
-        statistics. None: `loss`.
-      row_loss: `f(model, batch) -> object` with `total` and `weight` [B]: what `loss` sums, of each row by itself and
-        without dropout; for losses of preferences. None: the job cannot be trained on them.
-      data: what the training script trains on: "tokens" (batches are dicts with `tokens` and `targets` [B T]), "pairs"
-        (dicts with `tokens`, `targets` and `weights` [B 2 T], and `reference` [B 2]: two answers to choose between), or
-        `f(share)`, which returns custom data: a `grain.MapDataset` of rows, or an iterable over this
-        process's batches whose iterator has `get_state` and `set_state` (docs/models.md). The library itself takes any
-        batch.
-      eval_data: `f(share)` as in `data`, of held-out rows; with custom data only. None: nothing is evaluated.
-      seq_len: default sequence length; means nothing where rows are not tokens.
-      documents_per_row: the most documents of a packed row, padding included, that the model takes; the data of a run
-        keep to it. None: any number.
-      attention: `f(dtype, seq_len, is_packed=...) -> str`: which kernel computes attention on the device that a trace
-        is for, and why, in words; None: nothing is said of it.
-      vocab_size: how many token ids the model knows; None for models without tokens.
-      flops_per_token: `f(num_keys) -> FLOPs` forward and backward of one token (of a row, where `item` is "row")
-        that attends to so many keys, for MFU; called with `seq_len`, and for MFU of causal attention with the mean
-        number that tokens see. None if unknown.
-      configure: `f(**fields) -> job as a dict`: the same job with fields of its config changed; None if it has none.
-        What `dataclasses.replace` changed of a job stays: see `with_config`.
-      config: the model's configuration, any dataclass; written beside checkpoints.
-      pretrained: how checkpoints of Hugging Face call the model's parameters, a dict (docs/pretrained.md); None: the
-        model has none there.
-      cache: `f(rows, length, dtype) -> pytree of jax.ShapeDtypeStruct`, of what generation keeps of tokens seen, empty
-        where it is zeros; its arrays are [rows .. heads length size]. The model is then called as `model(tokens [B T],
+      name: name in messages and run directories.
+      eval_loss: loss for evaluation: without dropout, with stored batch statistics. None: `loss`.
+      row_loss: `f(model, batch) -> object` with `total` and `weight` [B]: the terms of `loss` by row, without dropout.
+        Preference losses need it. None: the job cannot be trained on preferences.
+      data: training data of the script: "tokens" (batches are dicts with `tokens` and `targets` [B T]), "pairs"
+        (dicts with `tokens`, `targets` and `weights` [B 2 T], and `reference` [B 2]: a chosen and a rejected answer),
+        or `f(share)`, which returns custom data: a `grain.MapDataset` of rows, or an iterable over this process's
+        batches whose iterator has `get_state` and `set_state` (docs/models.md). The library accepts any batch.
+      eval_data: `f(share)` as in `data`, for held-out rows; only with custom data. None: no evaluation.
+      seq_len: default sequence length; unused if rows are not tokens.
+      documents_per_row: largest number of documents in a packed row, including padding; the script's data obey it.
+        None: no limit.
+      attention: `f(dtype, seq_len, is_packed=...) -> str`: the attention kernel on the device of the trace, and the
+        reason, as text. None: not printed.
+      vocab_size: number of token ids; None for models without tokens.
+      flops_per_token: `f(num_keys) -> FLOPs` of the forward and backward of one token (one row, if `item` is "row")
+        that attends to `num_keys` keys. Used for MFU with `seq_len`, and for MFU of causal attention with the mean
+        number of keys that tokens attend to. None if unknown.
+      configure: `f(**fields) -> job as a dict`: the same job with changed fields of its config; None if it has none.
+        Changes made by `dataclasses.replace` are kept: see `with_config`.
+      config: the model's configuration, any dataclass; saved in checkpoints.
+      pretrained: names of the model's parameters in checkpoints of Hugging Face, a dict (docs/pretrained.md); None: no
+        such checkpoints.
+      cache: `f(rows, length, dtype) -> pytree of jax.ShapeDtypeStruct`, the KV cache of generation; arrays are
+        [rows .. heads length size], and zeros are an empty cache. The model is then called as `model(tokens [B T],
         positions=[B T], cache=, lengths=[B]) -> (logits [B V] of each row's last token, cache)`: with prompts, padded
-        at their ends by positions of `length`, and then with one token at a time. `f` is to raise a ValueError for
-        a `length` that the model does not reach. None: `jfsdp generate` does not take the job.
+        at their ends by positions of `length`, and then with one token at a time. `f` raises a ValueError if `length`
+        is beyond the model's. None: `jfsdp generate` does not accept the job.
 
     Raises:
       ValueError: for an unknown kind of data.
@@ -95,7 +93,7 @@ class Job:
                 "or a function f(share) that returns custom data"
             )
         if self.eval_data is not None and not callable(self.data):
-            raise ValueError(f"job {self.name!r}: eval_data= goes with data=f(share), not with data={self.data!r}")
+            raise ValueError(f"job {self.name!r}: eval_data= needs data=f(share), not data={self.data!r}")
         if self.configure is not None and not isinstance(self.configure, _Configure):
             names = [field.name for field in dataclasses.fields(self) if field.name not in ("config", "configure")]
             made = {name: getattr(self, name) for name in names}
@@ -103,21 +101,24 @@ class Job:
 
     @property
     def item(self) -> str:
-        """What rates and losses are per: "token", or "row" for custom data without a vocabulary."""
+        """Unit of rates and losses: "token", or "row" for custom data without a vocabulary."""
         return "row" if callable(self.data) and self.vocab_size is None else "token"
 
     def with_config(self, **fields: Any) -> Job:
-        """Return this job with fields of its model configuration changed.
+        """Return this job with changed fields of its model configuration.
 
-        What was replaced of the job since its `configure` was given (a loss, units) is kept as it is.
+        Fields of the job that were replaced (a loss, units) are kept.
 
         Raises:
-          ValueError: if the job has no `configure`, its model was replaced, or its configuration refuses a field.
+          ValueError: if the job has no `configure`, its model was replaced, or its configuration rejects a field.
         """
         if not fields:
             return self
         if self.configure is None:
-            raise ValueError(f"job {self.name!r} has no configurable fields; asked to change {', '.join(fields)}")
+            raise ValueError(
+                f"job {self.name!r} has no configurable fields, and {', '.join(fields)} cannot change; give the job a "
+                "configure="
+            )
         known = [f.name for f in dataclasses.fields(self.config)] if dataclasses.is_dataclass(self.config) else []
         if unknown := [name for name in fields if known and name not in known]:
             raise ValueError(
@@ -127,8 +128,8 @@ class Job:
         replaced = {name: now for name, was in self.configure.made.items() if (now := getattr(self, name)) is not was}
         if "model" in replaced:
             raise ValueError(
-                f"job {self.name!r}: its model was replaced, and configure= makes another; asked to change "
-                f"{', '.join(fields)}: give the job a configure= that makes this model"
+                f"job {self.name!r}: cannot change {', '.join(fields)}: its model was replaced, and configure= returns "
+                "another; give the job a configure= for this model"
             )
         try:
             made = self.configure.make(**fields)
@@ -139,7 +140,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class _Configure:
-    """A job's `configure`, and the other fields of the job to which it was given."""
+    """A job's `configure`, and the other fields of the job at its creation."""
 
     make: Callable[..., Any]
     made: Mapping[str, Any]
@@ -149,10 +150,10 @@ class _Configure:
 
 
 def as_job(value: Any, name: str) -> Job:
-    """Bring a `Job`, or a mapping of its fields, into a `Job`.
+    """Convert a `Job` or a mapping of its fields to a `Job`.
 
     Raises:
-      TypeError: for anything else, and for a field of another type.
+      TypeError: for other types, and for a field of the wrong type.
       ValueError: for missing or unknown fields, and values out of range.
     """
     if isinstance(value, Job):
@@ -162,8 +163,8 @@ def as_job(value: Any, name: str) -> Job:
     known = {field.name: field for field in dataclasses.fields(Job)}
     if "cuts" in value:
         raise ValueError(
-            f"job {name!r}: cuts is placements now: {{'**.kernel': PartitionSpec(None, 'tensor')}} for the dim 1 of "
-            "these over axis 'tensor'"
+            f"job {name!r}: cuts was renamed to placements: {{'**.kernel': PartitionSpec(None, 'tensor')}} splits dim "
+            "1 of the kernels over axis 'tensor'"
         )
     unknown = [key for key in value if key not in known]
     missing = [key for key, field in known.items() if field.default is dataclasses.MISSING and key not in value]
@@ -184,11 +185,11 @@ def job_names() -> list[str]:
 
 @checked
 def find_job(name: str) -> Job:
-    """Load the job of that name: an entry point that gives a Job, a dict of its fields, or a dict of jobs by name.
+    """Load a job by name: an entry point with a Job, a dict of its fields, or a dict of jobs by name.
 
     Raises:
       TypeError: as `as_job`.
-      ValueError: if no installed package offers it; lists those there are.
+      ValueError: if no installed package offers it; lists the known names.
     """
     return as_job(_load_entry(name), name)
 
@@ -196,8 +197,8 @@ def find_job(name: str) -> Job:
 def _load_entry(name: str) -> Any:
     points = [point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
     if not points:
-        there = ", ".join(job_names()) or "none (install a package that offers some, or pass --factory)"
-        raise ValueError(f"model {name!r} is unknown{did_you_mean(name, job_names())}; the models are {there}")
+        known = ", ".join(job_names()) or "none (install a package that offers some, or pass --factory)"
+        raise ValueError(f"model {name!r} is unknown{did_you_mean(name, job_names())}; the models are {known}")
     value = points[0].load()
     if isinstance(value, Mapping) and name in value:
         value = value[name]
@@ -205,13 +206,13 @@ def _load_entry(name: str) -> Any:
 
 
 def load_named(spec: str, what: str) -> Any:
-    """Return what `module:name` names, importing from the working directory as `python -m` would.
+    """Import the object `module:name`, from the working directory too, as `python -m` does.
 
     Args:
-      what: what it is for, for messages.
+      what: its purpose, for messages.
 
     Raises:
-      ValueError: if the spec is malformed, or names no module, or nothing in it.
+      ValueError: if the spec is malformed, or the module or the name does not exist.
     """
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
@@ -230,9 +231,9 @@ def load_named(spec: str, what: str) -> Any:
 
 
 def load_job(model: str | None, factory: str | None) -> Job:
-    """Load a job by name, or from the `module:function` of a factory (see `load_named`): exactly one of them.
+    """Load a job by name, or from a factory `module:function` (see `load_named`). Exactly one must be given.
 
-    Errors of the factory itself pass through.
+    Errors raised by the factory are not converted.
 
     Raises:
       ValueError: as `find_job` and `load_named`; for a factory that takes arguments; where `as_job` raises a TypeError.

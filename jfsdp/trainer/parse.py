@@ -1,4 +1,4 @@
-"""Texts of options as values, read once: from a command line, a recipe, or the directory of a run. Imports no JAX."""
+"""Conversion of option texts from a command line, a recipe or a run's config.json to values. Does not import JAX."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _LORA = {"rank": int, "alpha": float, "dropout": float, "rslora": bool, "dora": 
 
 @functools.cache
 def hints_of(kind: type, *, include_extras: bool = False) -> dict[str, Any]:
-    """Return the types of the fields of options."""
+    """Return the types of an options dataclass, by field."""
     return typing.get_type_hints(kind, include_extras=include_extras)
 
 
 def read_fields(kind: type, fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return fields of options with their values read, once each, as a command line's texts are.
+    """Return fields of options with their texts converted to values.
 
-    Numbers and truth values are read as their texts would be; None and unknown names are kept. Lists and dicts, as
-    JSON has them, become tuples, so that options are hashable. Of several values for one name the last counts: a
-    command line appends to a recipe.
+    Numbers and booleans are converted like their texts. None and unknown names are kept. Lists and dicts from JSON
+    become tuples, so that options are hashable. If a name has several values, the last applies, because a command line
+    appends to a recipe.
 
     Args:
       kind: the dataclass of the options.
 
     Raises:
-      ValueError: naming the option, its text, and what it takes.
+      ValueError: naming the option, its text and the valid values.
     """
     known, hints = {field.name: field for field in dataclasses.fields(kind)}, hints_of(kind, include_extras=True)
     values = dict(fields)
@@ -80,7 +80,7 @@ def pairs(form: str, read: Callable[[str], Any] = str) -> Callable[[str], Pairs]
     """Return a reader of NAME=VALUE; the value may contain `=`.
 
     Args:
-      form: what a pair is, with an example.
+      form: description of a pair with an example, for the error.
     """
 
     def read_pair(text: str) -> Pairs:
@@ -94,16 +94,16 @@ def pairs(form: str, read: Callable[[str], Any] = str) -> Callable[[str], Pairs]
 
 
 def words(*known: str, remedy: str = "") -> Callable[[str], tuple[str, ...]]:
-    """Return a reader of words with commas between them.
+    """Return a reader of words separated by commas.
 
     Args:
-      known: the words that there are; none: any.
+      known: the valid words; none: any.
     """
 
     def read_words(text: str) -> tuple[str, ...]:
         found = tuple(word for word in text.split(",") if word)
         if not found:
-            raise ValueError(f"{text!r} names nothing; leave it out")
+            raise ValueError(f"{text!r} has no words; leave it out")
         unknown = [word for word in found if known and word not in known]
         if unknown:
             raise ValueError(f"{unknown[0]!r} is unknown; use any of {', '.join(known)}{remedy}")
@@ -113,7 +113,7 @@ def words(*known: str, remedy: str = "") -> Callable[[str], tuple[str, ...]]:
 
 
 def read_literal(text: str) -> Any:
-    """Read a Python literal (a list as a tuple), true, false or none; any other text stays unchanged."""
+    """Read a Python literal (a list as a tuple), true, false or none. Return any other text unchanged."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
@@ -124,14 +124,14 @@ def read_literal(text: str) -> Any:
 
 
 def read_xla_value(text: str) -> Any:
-    """Read true, false, none or a whole number; any other text stays unchanged."""
+    """Read true, false, none or a whole number. Return any other text unchanged."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     return int(text) if text.removeprefix("-").isdecimal() else text
 
 
 def read_factor(text: str) -> float:
-    """Read a finite number from 0 on."""
+    """Read a finite number of at least 0."""
     if not 0 <= float(text) < math.inf:
         raise ValueError(text)
     return float(text)
@@ -152,7 +152,7 @@ def read_mesh(text: str) -> tuple[tuple[str, int], ...]:
 
 
 def read_strategy(text: str) -> str | int:
-    """Read a name, or a stage of DeepSpeed."""
+    """Read a name or a DeepSpeed stage."""
     return int(text) if text.isdecimal() else text
 
 
@@ -190,14 +190,14 @@ def read_remat(text: str) -> str | Pairs:
 
 
 def read_lora(text: str) -> tuple[Pairs]:
-    """Read KEY=VALUE,...: fields of a `LoRA`; what has no `=` is one more value of the key before."""
+    """Read KEY=VALUE,...: fields of a `LoRA`. A word without `=` is another value of the previous key."""
     found: dict[str, list[str]] = {}
     key = ""
     for word in filter(None, text.split(",")):
         first, equals, last = word.partition("=")
         key, value = (first, last) if equals else (key, word)
         if key not in _LORA:
-            problem = f"there is no {key!r}" if key else f"{word!r} is not KEY=VALUE"
+            problem = f"{key!r} is unknown" if key else f"{word!r} is not KEY=VALUE"
             raise ValueError(f"{problem}; the keys are {', '.join(_LORA)}")
         found.setdefault(key, []).extend([value] if value else [])
     if not found.get("targets"):
@@ -218,7 +218,7 @@ def _lora_value(key: str, values: list[str]) -> Any:
 
 
 def write(value: Any) -> str:
-    """Return the text of a value, as its option takes it."""
+    """Return a value as the text of its option."""
     if not isinstance(value, tuple):
         return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
     if not all(isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str) for item in value):

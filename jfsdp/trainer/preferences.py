@@ -1,9 +1,9 @@
-"""Losses of preferences: DPO and its kin, for pairs of a chosen and a rejected answer, beside a frozen reference.
+"""Preference losses: DPO and variants, for pairs of a chosen and a rejected answer and a frozen reference model.
 
-A pair is one row [2 T] of a batch, the chosen answer first, so both answers are on one device and the loss is a sum
-over rows: exact for any mesh, program and number of microbatches. Of the reference only two numbers a pair are needed,
-the log-likelihoods of both answers. They are computed once, before training, and come with the batch: no second model
-is in memory while the first is trained, and what it is compared with cannot drift.
+A pair is one row [2 T] of a batch, the chosen answer first. Both answers are on one device, and the loss is a sum over
+rows: exact for any mesh, program and number of microbatches. The reference contributes two numbers per pair, the
+log-likelihoods of both answers. They are computed once, before training, and are part of the batch, so training keeps
+only one model in memory.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ BETA = 0.1
 
 
 class Kind(NamedTuple):
-    """A loss of preferences.
+    """A preference loss.
 
     Attributes:
-      of_margin: `f(ratio [B], beta)`: the loss of pairs by how much likelier than for the reference the chosen answer
-        has become, beside the rejected one (a difference of log-likelihoods).
-      is_mean: log-likelihoods are per token of the answer, so that its length does not count.
+      of_margin: `f(ratio [B], beta)`: the loss of each pair. `ratio` is the log-likelihood of the chosen answer minus
+        its log-likelihood under the reference, minus the same difference for the rejected answer.
+      is_mean: whether log-likelihoods are divided by the number of tokens of the answer.
     """
 
     of_margin: Callable[[jax.Array, float], jax.Array]
@@ -55,31 +55,32 @@ KINDS = {
 def preference_loss(
     log_likelihoods: Any, num_tokens: Any, reference: Any, *, kind: str = "dpo", beta: float = BETA
 ) -> Loss:
-    """Sum the loss of pairs of answers.
+    """Return the preference loss, summed over pairs of answers.
 
     Layout:  [B 2] each, the chosen answer first -> scalars
-    Dtype:   that of the log-likelihoods.
+    Dtype:   the dtype of the log-likelihoods.
 
     Args:
       log_likelihoods: sums over the tokens of each answer.
-      num_tokens: of each answer; a pair with an answer of none is padding and does not count.
-      reference: log-likelihoods by the frozen reference.
+      num_tokens: number of tokens of each answer. A pair with an empty answer is padding and does not count.
+      reference: log-likelihoods under the frozen reference.
       kind: "dpo", "dpo_norm", "ipo" or "ipo_norm"; see `KINDS`.
-      beta: larger stays closer to the reference (tau in IPO).
+      beta: a larger value stays closer to the reference (tau in IPO).
 
     Returns:
-      `total` and `weight` (pairs), and in `aux` `correct`: the pairs whose chosen answer gained more than its rejected
-      one; `reward_chosen` and `reward_rejected`: beta times what each gained.
+      A `Loss` with `total` and `weight` (number of pairs). Its `aux` has `correct`, the number of pairs whose chosen
+      answer gained more log-likelihood over the reference than the rejected one, and the sums of `reward_chosen` and
+      `reward_rejected`, beta times these gains.
 
     Raises:
-      ValueError: for another kind, a beta that is not positive, and arrays of another shape.
+      ValueError: for an unknown kind, a beta that is not positive, and arrays of another shape.
     """
     _check(kind, beta)
     shapes = {jnp.shape(array) for array in (log_likelihoods, reference, num_tokens)}
     if len(shapes) > 1 or (*next(iter(shapes)), 0)[1] != 2:
         raise ValueError(
-            f"log-likelihoods, reference and numbers of tokens have shapes {sorted(shapes)}; give [B, 2] each, the "
-            "chosen answer first"
+            f"log_likelihoods, reference and num_tokens have shapes {sorted(shapes)}; pass [B, 2] each, the chosen "
+            "answer first"
         )
     is_real = jnp.all(num_tokens > 0, axis=1)
     gained = log_likelihoods - jax.lax.stop_gradient(reference)
@@ -105,7 +106,7 @@ def pair_batch(batch_size: int, seq_len: int) -> dict[str, jax.ShapeDtypeStruct]
 
 
 def score_answers(job: Job, model: Any, batch: Mapping[str, Any]) -> tuple[jax.Array, jax.Array]:
-    """Return the log-likelihood of each answer of a batch of pairs, and its number of tokens. Layout: -> [B 2] float32.
+    """Return the log-likelihood and the number of tokens of each answer of a batch. Layout: -> [B 2] float32 each.
 
     Raises:
       ValueError: if the job does not sum losses by row.
@@ -117,17 +118,17 @@ def score_answers(job: Job, model: Any, batch: Mapping[str, Any]) -> tuple[jax.A
 
 
 def with_preference(job: Job, kind: str | None, beta: float) -> Job:
-    """Return a job that is trained on pairs of answers in place of tokens; None: the job as it is.
+    """Return a job that trains on pairs of answers instead of tokens. If `kind` is None, return the job unchanged.
 
     Raises:
-      ValueError: as `preference_loss`, and for a job that cannot be.
+      ValueError: as `preference_loss`, and for a job without tokens or `row_loss`.
     """
     if kind is None:
         if beta != BETA:
-            raise ValueError(f"--beta {beta:g}: goes with --preference")
+            raise ValueError(f"--beta {beta:g}: needs --preference")
         return job
     if job.data != "tokens":
-        raise ValueError(f"--preference {kind} is for models of tokens, and job {job.name!r} has data={job.data!r}")
+        raise ValueError(f"--preference {kind}: needs a model of tokens, but job {job.name!r} has data={job.data!r}")
     _check(kind, beta)
     _need_row_loss(job)
 
@@ -139,14 +140,12 @@ def with_preference(job: Job, kind: str | None, beta: float) -> Job:
 
 def _check(kind: str, beta: float) -> None:
     if kind not in KINDS:
-        raise ValueError(f"preference={kind!r} is unknown; the losses of preferences are {', '.join(KINDS)}")
+        raise ValueError(f"preference={kind!r} is unknown; the preference losses are {', '.join(KINDS)}")
     if not 0 < beta < float("inf"):
         raise ValueError(f"beta={beta}: must be positive and finite; 0.1 is usual")
 
 
 def _need_row_loss(job: Job) -> Callable[[Any, Any], Any]:
     if job.row_loss is None:
-        raise ValueError(
-            f"job {job.name!r} sums no losses of single rows, which preferences need; give its field `row_loss`"
-        )
+        raise ValueError(f"job {job.name!r} has no loss by row, which preferences need; set its field `row_loss`")
     return job.row_loss

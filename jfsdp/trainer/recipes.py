@@ -1,6 +1,4 @@
-"""Recipes: named defaults of the training script and of plans. Packages offer them as plain dicts; files are TOML or
-JSON.
-"""
+"""Recipes: named defaults of the training script and of plans, from packages (dicts) or files (TOML, JSON)."""
 
 from __future__ import annotations
 
@@ -30,10 +28,10 @@ def recipe_names() -> list[str]:
 
 
 def read_recipe(name: str) -> dict[str, Any]:
-    """Return a recipe as fields of `TrainConfig`: by name, or from a file (`*.toml`, `*.json`). "none" has no fields.
+    """Return a recipe as fields of `TrainConfig`, by name or from a file (`*.toml`, `*.json`). "none" has no fields.
 
     Raises:
-      ValueError: for a name that no installed package offers, and a file that has no options.
+      ValueError: for an unknown name, and a file that cannot be read as a dict of options.
     """
     if name == NO_RECIPE:
         return {}
@@ -63,10 +61,10 @@ def _read_file(path: str) -> Mapping[str, Any]:
 
 
 def write_recipe(path: str, fields: Mapping[str, Any], kind: type) -> None:
-    """Write a recipe: as TOML, each option under the first sentence of its help, or as JSON (`*.json`).
+    """Write a recipe as JSON (`*.json`), or as TOML with the first sentence of each option's help.
 
     Args:
-      fields: values by option; those that `kind` does not have are left out.
+      fields: values by option. Options that `kind` does not have are omitted.
       kind: the dataclass of the options.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
@@ -80,7 +78,7 @@ def write_recipe(path: str, fields: Mapping[str, Any], kind: type) -> None:
 
 
 def _toml(kind: type, name: str, value: Any) -> str:
-    """Write a value: several as the text of the command line, or as a text for each, where that means the same."""
+    """Return a value in TOML: a tuple as one text or a list of texts, whichever reads back as the same value."""
     for text in (write(value), [write((item,)) for item in value]) if isinstance(value, tuple) else ():
         with contextlib.suppress(TypeError, ValueError):
             if read_fields(kind, {name: text})[name] == value:
@@ -89,11 +87,11 @@ def _toml(kind: type, name: str, value: Any) -> str:
 
 
 def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozenset()) -> Options:
-    """Return options with the fields of a recipe in place of theirs.
+    """Return options with their fields replaced by a recipe's.
 
     Args:
-      options: an instance of `TrainConfig`, or of another dataclass that has some of its fields.
-      ignore: names of fields that a recipe may have and these options need not.
+      options: an instance of `TrainConfig`, or of another dataclass with some of its fields.
+      ignore: fields of recipes that these options may lack.
 
     Raises:
       ValueError: as `read_recipe`, and for a field that the options do not have.
@@ -110,24 +108,24 @@ def load_recipe(options: Options, name: str, *, ignore: frozenset[str] = frozens
 
 
 def with_fields(options: Options, plain: Mapping[str, Any], what: str) -> Options:
-    """Return options with fields from plain data: what JSON holds, read as a command line is.
+    """Return options with fields from JSON or TOML data, converted like a command line.
 
     Args:
-      what: holds them, for the message.
+      what: origin of the data, for the message.
 
     Raises:
-      ValueError: naming the field, its value and what it takes.
+      ValueError: naming the field, its value and the valid values.
     """
     try:
         return dataclasses.replace(options, **read_fields(type(options), plain))  # type: ignore[type-var]
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{what}: {error}; write another value") from error
+        raise ValueError(f"{what}: {error}; use another value") from error
 
 
 def recipe_defaults(options: Options, args: Sequence[str], *, ignore: frozenset[str] = frozenset()) -> Options:
-    """Return options over which a command line goes: with the fields of the recipe that it names, if it names one.
+    """Return the defaults for a command line: options with the fields of the recipe that it names, if any.
 
-    A --factory without a --model takes the place of the recipe's model.
+    A --factory without a --model replaces the recipe's model.
 
     Raises:
       ValueError: as `load_recipe`.
@@ -139,8 +137,8 @@ def recipe_defaults(options: Options, args: Sequence[str], *, ignore: frozenset[
 
 
 def option_value(option: str, args: Sequence[str]) -> str | None:
-    """Return the value of an option in a command line, the last of several, as the rest of the line is read; None where
-    it is not given. Recipes must be known first.
+    """Return the last value of an option in a command line; None if it is absent. Needed before options are parsed,
+    because the recipe sets their defaults.
     """
     for place, arg in reversed(list(enumerate(args))):
         if arg == option:

@@ -1,6 +1,6 @@
-"""The step that a run takes, from options: model, optimizer, schedule, and the batch that its data make.
+"""A run's model, optimizer, schedule, step and batch shapes, from options.
 
-The training script builds its run of these, and a plan lowers the same on other devices: what is planned is what runs.
+The training script runs this step, and plans lower the same step for other devices.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ PACKING = ("segment_ids", "positions")
 def make_step(
     options: StepOptions, job: Job, mesh: Any, schedule: Callable[[int], Any], *, check_loss: bool = True
 ) -> tuple[ShardedModel, optax.GradientTransformation, TrainStep]:
-    """Shard a job's model on a mesh and build its optimizer and step, as the options say. Allocates nothing.
+    """Shard a job's model on a mesh and build its optimizer and step. Allocates nothing.
 
     Raises:
-      ValueError: for values and combinations that cannot be.
+      ValueError: for invalid values and combinations.
     """
     arguments = train_arguments(options)
     model = shard_job(options, job, mesh)
@@ -36,10 +36,10 @@ def make_step(
 
 
 def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> Callable[[int], Any]:
-    """Return the learning rate by number of updates: linear up to the peak, then a cosine down to `floor * peak`.
+    """Return the learning rate by number of updates: linear warmup to the peak, then cosine decay to `floor * peak`.
 
     Raises:
-      ValueError: if the numbers make no schedule.
+      ValueError: for numbers out of range.
     """
     if not 0 < peak < math.inf or not 0 <= floor <= 1:
         raise ValueError(
@@ -51,10 +51,10 @@ def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> C
 
 
 def make_batch(job: Job, rows: int, row_items: int, *, cross_documents: bool = False) -> Any:
-    """Return the shapes of a global batch as the data of a run make it; as the job says, where no run could train it.
+    """Return the shapes of a run's global batch. For a job that the script cannot train, return those of `job.batch`.
 
-    Rows of tokens hold several documents, so they come with weights, segment ids and positions; with `cross_documents`
-    a row is one document, and has weights alone.
+    Rows of tokens contain several documents, so batches have weights, segment ids and positions. With
+    `cross_documents` a row is one document, and only weights are added.
     """
     batch = job.batch(rows, row_items)
     if job.data != "tokens" or not isinstance(batch, Mapping) or not {"tokens", "targets"} <= batch.keys():
@@ -66,21 +66,21 @@ def make_batch(job: Job, rows: int, row_items: int, *, cross_documents: bool = F
 
 
 def describe_attention(job: Job, model: ShardedModel, row_items: int, *, cross_documents: bool) -> str:
-    """Return what a job says of its attention on the device that a trace is for; "": nothing."""
+    """Return the job's description of its attention kernel on the device of the trace; "" if it has none."""
     if job.attention is None:
         return ""
     is_packed = job.data == "tokens" and not cross_documents
     return job.attention(model.layout.mp_policy.param_dtype or "float32", row_items, is_packed=is_packed)
 
 
-_SAMPLE = 64  # tokens of a batch whose keys are counted
+_SAMPLE = 64  # number of tokens of a batch whose keys are counted
 
 
 def seen_keys(batch: Any) -> list[float] | None:
-    """Return how many keys some tokens of packed rows see, attending causally inside their documents.
+    """Return the number of keys that a sample of tokens attends to, causally and within documents.
 
     Args:
-      batch: arrays of this process; `positions` count from the start of each document. Without them: None.
+      batch: arrays of this process; `positions` count from the start of each document. Without them, return None.
     """
     positions = batch.get("positions") if isinstance(batch, Mapping) else None
     if positions is None:
@@ -90,15 +90,15 @@ def seen_keys(batch: Any) -> list[float] | None:
 
 
 def causal_flops(flops: Callable[[float], float], keys: Sequence[float]) -> float:
-    """Return the mean FLOPs of tokens that see so many keys each: windows make them no function of the mean."""
+    """Return the mean FLOPs of tokens that attend to these numbers of keys (not linear, because of windows)."""
     return sum(map(flops, keys)) / len(keys)
 
 
 def causal_keys(seq_len: float) -> list[float]:
-    """Return how many keys tokens of a document see, evenly spread over it."""
+    """Return the numbers of keys of a sample of tokens, evenly spaced over one document."""
     return [seq_len * (place + 0.5) / _SAMPLE for place in range(_SAMPLE)]
 
 
 def without_packing(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop what only says that a row is one document: without a mask attention is cheaper."""
+    """Drop segment ids and positions of rows that are one document: attention without a mask is cheaper."""
     return {name: array for name, array in batch.items() if name not in PACKING}

@@ -1,1 +1,1 @@
-"""The parts of `scripts/bench.py`: what it asks, the workers that it starts, and what is made of their answers."""
+"""The parts of `scripts/bench.py`: options, contenders, worker processes, report."""

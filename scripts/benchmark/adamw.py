@@ -1,4 +1,4 @@
-"""Which AdamW an optax transformation is, found by asking it: for PyTorch's optimizer to be the same."""
+"""Detection of the AdamW hyperparameters of an optax transformation, for PyTorch's optimizer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _LARGE, _SMALL = 1.0, 1e-8
 
 
 def read_adamw(tx: optax.GradientTransformation, tree: ParamTree, leaves: Mapping[str, Any], lr: float) -> dict:
-    """Return `lr`, `betas`, `eps` and the `decays` of each parameter by name, found by updating arrays of one element.
+    """Return `lr`, `betas`, `eps`, and `decays` by parameter, from updates of arrays with one element.
 
-    A zero gradient shows the decay, the moments after a gradient of 1 show the betas, and a gradient as small as
-    epsilon shows epsilon. Whether `tx` is AdamW otherwise, the losses show.
+    A zero gradient gives the decay, the moments after a gradient of 1 give the betas, and a gradient close to epsilon
+    gives epsilon. Other differences from AdamW appear in the losses.
 
     Args:
-      leaves: the parameters by name, of which the number of dims is used: masks may go by it.
+      leaves: the parameters by name; only their number of dims is used, because masks may depend on it.
 
     Raises:
       ValueError: if `tx` is another optimizer.
@@ -39,7 +39,7 @@ def read_adamw(tx: optax.GradientTransformation, tree: ParamTree, leaves: Mappin
     _, state = first(_LARGE)
     moments = [x for x in jax.tree.leaves(state, is_leaf=_is_adam) if _is_adam(x)]
     if len(moments) != 1:
-        raise ValueError("the job's optimizer is not AdamW, and PyTorch's contenders have no other; leave these out")
+        raise ValueError("the job's optimizer is not AdamW, the only one of torch-*; leave those out of --settings")
     one = lambda moment: np.asarray(jnp.ravel(jax.tree.leaves(moment)[0])).item()  # noqa: E731
     tiny, _ = first(_SMALL)
     name = next(iter(tiny))
@@ -57,5 +57,5 @@ def _is_adam(x: Any) -> bool:
 
 
 def _round(number: float, digits: int = 5) -> float:
-    """Take float32's rounding off a number that somebody wrote with few digits."""
+    """Round a number to remove the rounding error of float32."""
     return float(f"{number:.{digits}g}")

@@ -1,6 +1,6 @@
-"""What all contenders of a benchmark share: the job, its batches, and for PyTorch the first weights and the optimizer.
+"""Inputs shared by all contenders: job and batches, and for PyTorch the initial weights and the optimizer.
 
-It is made by the process that starts the others, on the CPU, so that the devices are the contenders' alone.
+The parent process creates them on the CPU, so that only contenders use the devices.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def find_job(options: BenchOptions) -> Job:
 
 
 def mesh_sizes(options: BenchOptions, num_devices: int) -> dict[str, int]:
-    """Return the sizes of the mesh's axes on so many devices.
+    """Return the sizes of the mesh's axes on `num_devices` devices.
 
     Raises:
-      ValueError: for a mesh that they do not fill.
+      ValueError: if the product of the sizes is not `num_devices`.
     """
     return resolve_sizes({"fsdp": 1, **dict(options.mesh)}, num_devices)
 
@@ -51,7 +51,7 @@ def count_rows(options: BenchOptions, num_devices: int) -> int:
 
 
 def check_case(options: BenchOptions, job: Job, num_devices: int) -> None:
-    """Refuse what a contender would refuse, before it is started.
+    """Check the options of all contenders before any is started.
 
     Raises:
       ValueError: naming the option and the remedy.
@@ -69,22 +69,22 @@ def _check_torch(options: BenchOptions, job: Job, sizes: Mapping[str, int]) -> N
     name = options.torch_settings[0]
     others = [axis for axis, size in sizes.items() if axis != "fsdp" and size > 1]
     if others:
-        raise ValueError(f"--mesh {options.mesh}: {name} knows axis fsdp alone; leave out {others[0]}, or {name}")
+        raise ValueError(f"--mesh {options.mesh}: {name} supports only axis fsdp; leave out {others[0]}, or {name}")
     if job.data != "tokens" or not job.pretrained or as_name_map(job.pretrained).to_config is None:
         raise ValueError(
-            f"--settings {name}: {job.name} cannot be exported for transformers (its field pretrained); use a Llama, "
-            f"Mistral, Qwen or GPT-2, or leave out {name}"
+            f"--settings {name}: {job.name} cannot be exported for transformers (see its field `pretrained`); use a "
+            f"Llama, Mistral, Qwen or GPT-2, or leave out {name}"
         )
     fields = [field.name for field in dataclasses.fields(job.config) if "dropout" in field.name]
     if any(getattr(job.config, field) for field in fields):
         remedy = " ".join(f"{field}=0" for field in fields)
-        raise ValueError(f"--settings {name}: the masks of dropout differ between libraries; --model-config {remedy}")
+        raise ValueError(f"--settings {name}: dropout masks differ between libraries; use --model-config {remedy}")
 
 
 def write_batches(options: BenchOptions, job: Job, rows: int, path: Path) -> None:
-    """Write some global batches as one `.npz`, `number/place` for the arrays of each.
+    """Write global batches to an `.npz` file, with arrays named `number/place`.
 
-    Rows of tokens are one document each, and their targets are the next tokens. Other batches are random numbers.
+    A row of tokens is one document, and its targets are the next tokens. Other batches are random numbers.
     """
     rng = np.random.default_rng(options.seed)
     arrays = {}
@@ -108,7 +108,7 @@ def _fill(rng: np.random.Generator, x: Any) -> np.ndarray:
 
 
 def read_batches(options: BenchOptions, job: Job, rows: int, path: str) -> list[Any]:
-    """Read what `write_batches` wrote, as the job's own trees."""
+    """Read the batches of `write_batches` as pytrees of the job."""
     shapes = job.batch(rows, options.seq_len or job.seq_len)
     leaves, tree = jax.tree.flatten(shapes)
     with np.load(path) as arrays:
@@ -117,7 +117,7 @@ def read_batches(options: BenchOptions, job: Job, rows: int, path: str) -> list[
 
 
 class _Arrays:
-    """Parameters in memory as a source."""
+    """Source of parameters in memory."""
 
     def __init__(self, params: Mapping[str, jax.Array]):
         self._params = params
@@ -128,9 +128,9 @@ class _Arrays:
 
 
 def write_for_torch(options: BenchOptions, job: Job, directory: Path) -> dict[str, Any]:
-    """Write the job's first weights for transformers; return what else PyTorch's contenders must know.
+    """Write the job's initial weights for transformers. Return the other settings of PyTorch's contenders.
 
-    The weights are those that every other contender makes from the same seed.
+    The weights equal those of all other contenders, which use the same seed.
 
     Memory:  the parameters once, on the host.
 

@@ -1,4 +1,4 @@
-"""A contender that JAX runs: jfsdp under one of its settings, or the same model under plain `jax.jit`."""
+"""Contenders in JAX: jfsdp with one of its settings, or the same model under plain `jax.jit`."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from .options import PLAIN, BenchOptions, as_jfsdp
 
 
 class JaxContender:
-    """A step with its state and batches; the first step compiles it.
+    """A step with its state and batches. The first step compiles it.
 
     Args:
-      path: the batches, as `write_batches` wrote them.
+      path: the file of `write_batches`.
       is_cuda: whether the devices must be GPUs.
 
     Raises:
-      ValueError: for options that jfsdp refuses, and fewer devices than are asked for.
+      ValueError: for invalid options, and fewer devices than requested.
     """
 
     def __init__(self, name: str, options: BenchOptions, path: str, num_devices: int, *, is_cuda: bool):
         if is_cuda and jax.default_backend() != "gpu":
             raise ValueError(
-                f"JAX sees no GPU, and this machine has some; {install_command('cuda12')}; or set JAX_PLATFORMS=cpu"
+                f"JAX sees none of this machine's GPUs; {install_command('cuda12')}; or set JAX_PLATFORMS=cpu"
             )
         if jax.device_count() < num_devices:
             raise ValueError(f"--devices {num_devices}: JAX sees {jax.device_count()}; lower it")
@@ -48,16 +48,16 @@ class JaxContender:
             self._step, self._state = _plain(job, tx, options)
         else:
             mesh = make_mesh(devices=jax.devices()[:num_devices], **mesh_sizes(options, num_devices))  # type: ignore[arg-type]
-            own = as_jfsdp(options, name)
-            model = shard_job(own, job, mesh)
-            self._step = model.train_step(job.loss, tx, **train_arguments(own))
+            options = as_jfsdp(options, name)
+            model = shard_job(options, job, mesh)
+            self._step = model.train_step(job.loss, tx, **train_arguments(options))
             self._state = model.init(tx, options.seed)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._state)
         self._lower = lambda: self._step.lower(shapes, batches[0])
         self._next = itertools.cycle(batches)
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Take steps one after the other, each waited for; return seconds and losses."""
+        """Run steps, wait for each, and return seconds and losses."""
         seconds, losses = [], []
         for _ in range(count):
             batch, start = next(self._next), time.perf_counter()
@@ -68,7 +68,7 @@ class JaxContender:
         return {"seconds": seconds, "losses": losses}
 
     def memory(self, *, is_first: bool) -> dict[str, int]:
-        """Return the peaks until now, in bytes; `compiled`, for which the step is compiled once more, if `is_first`."""
+        """Return memory peaks in bytes, and `compiled`, which compiles the step again, if `is_first`."""
         peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use", 0) for device in jax.local_devices()]
         found = {"allocated": max(peaks)} if any(peaks) else {}
         return found | (
@@ -77,9 +77,9 @@ class JaxContender:
 
 
 def _plain(job: Job, tx: optax.GradientTransformation, options: BenchOptions) -> tuple[Any, Any]:
-    """Return a step of plain Flax and optax, in the dtype of `param_dtype`, and its first state.
+    """Return a step of plain Flax and optax, computed in `param_dtype`, and its initial state.
 
-    One function under `jax.jit` with donation, as the pages of Flax and JAX show it; without remat.
+    The step is one function under `jax.jit` with donation, as in the documentation of Flax and JAX, without remat.
     """
     dtype = options.param_dtype
     key = options.seed

@@ -1,4 +1,4 @@
-"""The options of `scripts/bench.py`, the contenders that they may name, and what is refused before anything starts."""
+"""Options of `scripts/bench.py`, the names of contenders, and checks before any contender starts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ JFSDP: dict[str, dict[str, Any]] = {
     "manual": {"program": "manual"},
     "flat": {"program": "manual", "storage": "flat"},
 }
-"""Contenders of jfsdp, and the options that each changes."""
+"""Contenders of jfsdp, with the options that each changes."""
 TORCH = ("torch-fsdp2", "torch-fsdp2-compile")
 KNOWN = (PLAIN, *JFSDP, *TORCH)
 _DTYPES = (None, "float32", "bfloat16")
@@ -32,30 +32,30 @@ TORCH_TAKES: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("model", "factory", "model_config", "seq_len", "batch_per_device", "mesh", "max_grad_norm"), ()),
     **dict.fromkeys(("program", "prefetch", "storage", "min_size", "cross_documents", "xla"), ()),
 }
-"""Values of options that PyTorch's contenders take; empty: any. Of other options they take the default."""
+"""Values of options that PyTorch's contenders support; empty: any. Other options must have their default."""
 TOLERANCE = {"none": 1e-4, "float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-2}
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchOptions(StepOptions):
-    """What to time, and how."""
+    """Options of the benchmark."""
 
     settings: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAMES")] = ("plain", "xla", "manual", "flat")
     """plain, xla, manual, flat, torch-fsdp2, torch-fsdp2-compile: ratios are to the first."""
     devices: Number = option(None, least=1)
-    """How many devices. none: all GPUs; on CPUs 2."""
+    """Number of devices. none: all GPUs; on CPUs 2."""
     rounds: Count = option(5, least=1)
-    """Turns of each contender, in fresh processes each."""
+    """Turns of each contender, each in new processes."""
     steps: Count = option(10, least=1)
     """Timed steps of a turn."""
     warmup: Count = option(2, least=1)
     """Steps after the first that are not timed."""
     seed: Annotated[int, tyro.conf.arg(metavar="N")] = option(0, least=0)
-    """Of the first weights, the batches and the order of turns."""
+    """Seed of the initial weights, the batches and the order of turns."""
     loss_tolerance: Annotated[float | None, tyro.conf.arg(metavar="X|none")] = option(None, least=0)
-    """Largest relative difference of two losses of the same step. none: 1e-4, and 2e-2 in 16 bits."""
+    """Largest relative difference of the losses of a step. none: 1e-4, and 2e-2 in 16 bits."""
     timeout: Real = option(900.0, least=1)
-    """Seconds that a turn of a contender may take."""
+    """Limit in seconds for a turn of a contender."""
     json: bool = False
     """Print JSON."""
 
@@ -69,11 +69,11 @@ class BenchOptions(StepOptions):
 
 
 def check(options: BenchOptions) -> None:
-    """Refuse what needs no device and no model to be refused.
+    """Check the options, without devices and models.
 
     Raises:
       ValueError: naming the option and the remedy.
-      MissingExtra: without PyTorch or transformers, where a contender needs them.
+      MissingExtra: if a contender needs PyTorch or transformers, and they are not installed.
     """
     for name in options.settings:
         if name not in KNOWN:
@@ -86,29 +86,29 @@ def check(options: BenchOptions) -> None:
             value, known = getattr(options, field.name), TORCH_TAKES.get(field.name, (field.default,))
             if known and value not in known:
                 spelled = field.name.replace("_", "-")
-                raise ValueError(f"--{spelled} {value} is not built for {name}; leave out --{spelled}, or {name}")
+                raise ValueError(f"--{spelled} {value}: {name} does not support it; leave out --{spelled}, or {name}")
 
 
 def find_platform() -> str:
-    """Return "cuda" where this machine has NVIDIA GPUs and JAX_PLATFORMS does not say cpu, else "cpu"."""
+    """Return "cuda" if this machine has NVIDIA GPUs and JAX_PLATFORMS is not cpu, else "cpu"."""
     return "cpu" if os.environ.get("JAX_PLATFORMS", "").strip() == "cpu" or not visible_gpus() else "cuda"
 
 
 def visible_gpus() -> int:
-    """Count the GPUs that a process started here would see. Starts no driver."""
-    there = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    """Count the GPUs visible to a new process, without starting a driver."""
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
-        return there
-    parts = [part.strip() for part in chosen.split(",") if part.strip()]  # CUDA reads no further than a negative one
-    return min(there, len(list(itertools.takewhile(lambda part: not part.startswith("-"), parts))))
+        return present
+    parts = [part.strip() for part in chosen.split(",") if part.strip()]  # CUDA stops at a negative number
+    return min(present, len(list(itertools.takewhile(lambda part: not part.startswith("-"), parts))))
 
 
 def find_devices(options: BenchOptions, platform: str) -> int:
-    """Return how many devices the contenders use.
+    """Return the number of devices of the contenders.
 
     Raises:
-      ValueError: for more GPUs than there are, or more simulated devices than make sense.
+      ValueError: for more GPUs than exist, or more than four simulated devices per core.
     """
     cores = os.cpu_count() or 1
     most, what = (visible_gpus(), "GPUs here") if platform == "cuda" else (max(2, 4 * cores), f"on {cores} cores")

@@ -1,4 +1,4 @@
-"""Who runs when: each turn of a contender is a life of fresh processes, which measure it."""
+"""Turns of the contenders: each turn starts new processes, which measure it."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from jfsdp.launch.runtime import merge_flags
 from .options import PLAIN, TORCH, BenchOptions
 
 WORKER = Path(__file__).parents[1] / "bench_worker.py"
-_LINES = 15  # of the error output of a process that failed
+_LINES = 15  # lines of the error output of a failed process to show
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class ContenderFailed(RuntimeError):
-    """A contender's process ended early, or did not end in time."""
+    """A contender's process failed, or exceeded the time limit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What one life of a contender showed.
+    """Measurements of one turn of a contender.
 
     Attributes:
-      seconds: of each timed step; a step takes as long as its slowest process.
-      losses: of every step since the first weights, timed or not.
-      first_s: of the first step, which compiles.
-      memory: peaks in bytes: `resident`, summed over processes; `allocated`, `reserved`, the device that had the most;
-        `compiled`, by XLA's analysis.
+      seconds: seconds of each timed step, in its slowest process.
+      losses: losses of all steps, timed or not.
+      first_s: seconds of the first step, which compiles.
+      memory: peaks in bytes: `resident`, summed over processes; `allocated` and `reserved`, on the device with the
+        highest; `compiled`, from XLA's analysis.
     """
 
     seconds: list[float]
@@ -50,14 +50,14 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """How contenders are started.
+    """Settings for starting contenders.
 
     Attributes:
-      scratch: a directory of this benchmark's own.
+      scratch: temporary directory.
       platform: "cpu" or "cuda".
-      rows: of a global batch.
-      case: for PyTorch, what `write_for_torch` returned.
-      platforms: JAX_PLATFORMS as it was; None: not set.
+      rows: rows of a global batch.
+      case: for PyTorch, the result of `write_for_torch`.
+      platforms: JAX_PLATFORMS of the environment; None: not set.
     """
 
     options: BenchOptions
@@ -69,11 +69,11 @@ class Setup:
     platforms: str | None
 
     def take_turn(self, name: str, number: int) -> Turn:
-        """Start a contender's processes, PyTorch's one per device and JAX's one, and wait for what they measured.
+        """Start a contender's processes (PyTorch: one per device, JAX: one), and return their measurements.
 
         Raises:
-          ContenderFailed: if a process fails or is late, with the last lines of its error output.
-          ValueError: if one refuses its options.
+          ContenderFailed: if a process fails or exceeds the time limit, with the last lines of its error output.
+          ValueError: if a contender rejects its options.
         """
         world = self.num_devices if name in TORCH else 1
         options = dataclasses.asdict(self.options)
@@ -98,32 +98,32 @@ class Setup:
         return Turn(seconds[1 + self.options.warmup :], answers[0]["losses"], seconds[0], memory)
 
     def _environment(self, name: str, world: int) -> dict[str, str]:
-        told: dict[str, str | None] = {**os.environ, **dict.fromkeys(_LAUNCHER)}
-        told["JAX_PLATFORMS"] = "cpu" if self.platform == "cpu" else self.platforms
-        if self.platform == "cuda":  # of its own accord JAX takes three quarters, and PyTorch all
-            told["XLA_PYTHON_CLIENT_MEM_FRACTION"] = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+        variables: dict[str, str | None] = {**os.environ, **dict.fromkeys(_LAUNCHER)}
+        variables["JAX_PLATFORMS"] = "cpu" if self.platform == "cpu" else self.platforms
+        if self.platform == "cuda":  # JAX's default is three quarters, PyTorch's all
+            variables["XLA_PYTHON_CLIENT_MEM_FRACTION"] = os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
         elif name in TORCH:
-            told["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // world))
+            variables["OMP_NUM_THREADS"] = str(max(1, len(os.sched_getaffinity(0)) // world))
         else:
             count = "1" if name == PLAIN else str(self.num_devices)
             flags = {"xla_force_host_platform_device_count": count}
-            told["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), flags)
-        return {key: value for key, value in told.items() if value is not None}
+            variables["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), flags)
+        return {key: value for key, value in variables.items() if value is not None}
 
 
-def run(setup: Setup, tell: Callable[[str], None]) -> dict[str, list[Turn]]:
-    """Let all contenders take their turns, in each round in another random order; return these by name."""
+def run(setup: Setup, report: Callable[[str], None]) -> dict[str, list[Turn]]:
+    """Run all turns, in another random order in each round. Return the turns by name."""
     options, rng = setup.options, np.random.default_rng(setup.options.seed)
     turns: dict[str, list[Turn]] = {name: [] for name in options.settings}
     for number in range(options.rounds):
         for name in map(str, rng.permutation(options.settings)):
-            tell(f"round {number + 1} of {options.rounds}: {name}")
+            report(f"round {number + 1} of {options.rounds}: {name}")
             turns[name].append(setup.take_turn(name, number))
     return turns
 
 
 def _run(name: str, commands: list[list[str]], environment: Mapping[str, str], timeout: float) -> None:
-    """Wait until all processes end well; then, or when one does not, end them and what they started."""
+    """Run all processes until they succeed or one fails, and then kill all of them and their children."""
     deadline = time.monotonic() + timeout
     with contextlib.ExitStack() as stack:
         errors = [stack.enter_context(tempfile.TemporaryFile()) for _ in commands]
@@ -139,12 +139,12 @@ def _run(name: str, commands: list[list[str]], environment: Mapping[str, str], t
             if bad:
                 errors[bad[0]].seek(0)
                 tail = "\n".join(errors[bad[0]].read().decode(errors="replace").splitlines()[-_LINES:])
-                what = f"ended with status {states[bad[0]]}" if states[bad[0]] else f"is late: --timeout {timeout:g} s"
+                what = f"ended with status {states[bad[0]]}" if states[bad[0]] else f"exceeded --timeout {timeout:g} s"
                 raise ContenderFailed(f"{name}: process {bad[0]} {what}; the last lines of its output:\n{tail}")
             time.sleep(0.1)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(ProcessLookupError):  # also of one that ended and left others behind
+    with contextlib.suppress(ProcessLookupError):  # a process that ended may have left children
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

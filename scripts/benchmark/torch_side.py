@@ -1,11 +1,10 @@
-"""A contender that PyTorch runs: the exported model under FSDP2, as PyTorch's pages say.
+"""Contenders in PyTorch: the exported model under FSDP2, according to PyTorch's documentation.
 
-What was chosen where these leave a choice:
 - `fully_shard` on each decoder layer and then on the model, with `MixedPrecisionPolicy(param_dtype, reduce_dtype)` and
   the default of `reshard_after_forward` (the FSDP2 tutorial).
 - Remat: `checkpoint_wrapper`, non-reentrant, around each decoder layer and inside its `fully_shard`, and
   `torch.compile` of each layer with its wrapper (torchtitan).
-- AdamW with `fused=True` on every device, which the page of the optimizer calls the fastest, and names CPUs too.
+- AdamW with `fused=True` on every device, which is the fastest according to its documentation, also on CPUs.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ torch: Any = load("torch", "bench")
 
 
 class TorchContender:
-    """One process of a contender: its part of the model, an optimizer, and its rows of the batches.
+    """One process of a contender: its shard of the model, its optimizer, and its rows of the batches.
 
     Args:
-      name: of the contender.
-      case: what `write_for_torch` returned, with `batches`, `platform`, `rendezvous` (a file that is not there yet) and
-        `timeout`.
-      rank, world: which process of how many.
+      name: name of the contender.
+      case: the result of `write_for_torch`, with `batches`, `platform`, `rendezvous` (a file that does not exist yet)
+        and `timeout`.
+      rank, world: number of the process, and of all processes.
 
     Raises:
-      ValueError: for a GPU that is not there.
+      ValueError: for fewer GPUs than processes.
     """
 
     def __init__(self, name: str, case: Mapping[str, Any], rank: int, world: int):
@@ -44,7 +43,7 @@ class TorchContender:
         self._device = torch.device("cuda", rank) if self._is_cuda else torch.device("cpu")
         if self._is_cuda:
             torch.cuda.set_device(self._device)
-            torch.set_float32_matmul_precision("high")  # TF32, as JAX computes float32 there
+            torch.set_float32_matmul_precision("high")  # TF32, like JAX on GPUs
         _join(case, rank, world, self._device if self._is_cuda else None)
         self._next = itertools.cycle(_read_batches(case["batches"], rank, world))
         model = _load_model(case)
@@ -63,7 +62,7 @@ class TorchContender:
         )
 
     def steps(self, count: int) -> dict[str, Any]:
-        """Take steps one after the other, each waited for; return seconds, and the losses of all rows."""
+        """Run steps, wait for each, and return seconds and the losses over all rows."""
         torch.distributed.barrier()
         seconds, losses = [], []
         for _ in range(count):
@@ -76,7 +75,7 @@ class TorchContender:
         return {"seconds": seconds, "losses": [self._mean(loss) for loss in losses]}
 
     def memory(self, *, is_first: bool) -> dict[str, int]:
-        """Return the peaks until now, in bytes; `reserved`: taken by PyTorch's allocator."""
+        """Return memory peaks in bytes; `reserved` is the memory reserved by PyTorch's allocator."""
         del is_first
         if not self._is_cuda:
             return {}
@@ -98,7 +97,7 @@ class TorchContender:
 
 
 def _join(case: Mapping[str, Any], rank: int, world: int, device: Any) -> None:
-    """Join the other processes, which are all on this host: NCCL on GPUs, else gloo over the loopback."""
+    """Initialize the process group of this host: NCCL on GPUs, else gloo over the loopback."""
     import datetime
 
     if Path("/sys/class/net/lo").exists():
@@ -125,7 +124,7 @@ def _read_batches(path: str, rank: int, world: int) -> list[tuple[Any, Any]]:
 
 
 def _load_model(case: Mapping[str, Any]) -> Any:
-    """Load what was exported, in float32 and ready to train, without dropout."""
+    """Load the exported model in float32 for training, without dropout."""
     transformers = load("transformers", "bench")
 
     transformers.utils.logging.disable_progress_bar()
@@ -138,13 +137,13 @@ def _load_model(case: Mapping[str, Any]) -> Any:
 
 
 def _layers(model: Any) -> list[Any]:
-    """Return the decoder layers: what transformers itself says must not be split."""
+    """Return the decoder layers, the modules in transformers' `_no_split_modules`."""
     names = set(model._no_split_modules)
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def _groups(model: Any, decays: Mapping[str, float]) -> list[dict[str, Any]]:
-    """Return the parameters as groups of an optimizer, by their weight decay."""
+    """Return the optimizer's parameter groups, by weight decay."""
     groups: dict[float, list[Any]] = {}
     for name, param in model.named_parameters():
         groups.setdefault(decays[name], []).append(param)
@@ -152,7 +151,7 @@ def _groups(model: Any, decays: Mapping[str, float]) -> list[dict[str, Any]]:
 
 
 def _checkpointed(model: Any, layers: list[Any]) -> list[Any]:
-    """Let the backward of each layer compute it again; return the wrapped layers."""
+    """Wrap each layer in activation checkpointing. Return the wrapped layers."""
     wrapper = load("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "bench")
     wanted = set(layers)
     wrapper.apply_activation_checkpointing(
@@ -166,7 +165,7 @@ def _checkpointed(model: Any, layers: list[Any]) -> list[Any]:
 def _shard(
     model: Any, layers: list[Any], groups: list[dict[str, Any]], case: Mapping[str, Any], device: Any
 ) -> list[dict[str, Any]]:
-    """Shard each layer and the rest with FSDP2; return the groups with the sharded parameters."""
+    """Shard each layer and the rest with FSDP2. Return the parameter groups with sharded parameters."""
     fsdp = load("torch.distributed.fsdp", "bench")
     dtypes = {None: None, "float32": torch.float32, "bfloat16": torch.bfloat16}
     policy = fsdp.MixedPrecisionPolicy(dtypes[case["param_dtype"]], dtypes[case["reduce_dtype"]])

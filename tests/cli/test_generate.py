@@ -146,7 +146,7 @@ def test_what_cannot_be_generated_is_refused_in_a_line(models, capsys, tmp_path,
         ({"tokenizer": "gone", "eod_token": "<end>"}, ["--tokenizer", "byte"], "holds no safetensors"),
         ({"tokenizer": "byte", "eod_token": "<end>"}, ["--tokenizer", "byte"], "--eod-token <end>"),
         ({"tokenizer": "gone"}, ["--tokenizer", "{dir}"], "tokenizer.json.*--tokenizer PATH, or byte"),
-        ({}, ["--model", "gpt2"], "--model gpt2: '.*' is a run, which says its model itself; leave it out"),
+        ({}, ["--model", "gpt2"], "--model gpt2: '.*' is a run, whose config.json names its model; leave it out"),
     ],
 )
 def test_a_run_that_cannot_be_opened_is_refused_in_a_line(stored, args, expected, capsys, tmp_path):

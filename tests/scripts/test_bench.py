@@ -91,7 +91,7 @@ def test_contenders_with_other_losses_lose_the_race(bench, workers, capsys):
     ("line", "timeout", "message"),
     [
         ("raise RuntimeError('broken')", "60", "torch-fsdp2: process 1 ended with status 1"),
-        ("time.sleep(60)", "1", "torch-fsdp2: process 1 is late: --timeout 1 s"),
+        ("time.sleep(60)", "1", "torch-fsdp2: process 1 exceeded --timeout 1 s"),
     ],
 )
 def test_a_process_that_dies_or_hangs_is_named(bench, workers, capsys, monkeypatch, line, timeout, message):

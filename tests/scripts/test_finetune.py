@@ -25,8 +25,8 @@ def load_script(monkeypatch):
         ({"steps": 0}, "steps=0 must be a number from 1"),
         ({"base_steps": -1}, "base_steps=-1 must be"),
         ({"held_out": 1}, "held_out=1 must be a number from 2"),
-        ({"run_dir": Path(__file__)}, "is there already; name a new one"),
-        ({"base": Path("nothere")}, "--base nothere: is no directory; name that of a run"),
+        ({"run_dir": Path(__file__)}, "exists already; name a new one"),
+        ({"base": Path("nothere")}, "--base nothere: is not a directory; name the directory of a run"),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_made(changes, words, tmp_path, monkeypatch):

@@ -198,7 +198,7 @@ Watch.at = at
 runpy.run_path("scripts/train.py", run_name="__main__")
 """
 PLACES = ["the start", "the data of step 6", "step 6", "saving step 5", "the snapshot of step 6"]
-PLACES += ["what step 6 is logged with"]
+PLACES += ["logging step 6"]
 
 
 @pytest.mark.proof

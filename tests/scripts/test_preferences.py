@@ -96,7 +96,7 @@ def test_a_run_with_adapters_is_evaluated_like_its_export(workspace, tmp_path, c
         (["--reference", "{root}/run"], "adapters"),
         (["--reference", "{root}/nowhere"], "nowhere"),
         (["--reference", "{root}/other"], "is of another model"),
-        (["--data", "{root}/answers.jsonl"], "--preference dpo takes records with chosen"),
+        (["--data", "{root}/answers.jsonl"], "--preference dpo needs records with chosen"),
         (["--preference", "none", "--beta", "0.1"], "choices between two answers; name the loss with --preference"),
     ],
 )

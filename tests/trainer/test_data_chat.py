@@ -156,7 +156,7 @@ def test_what_is_cut_and_left_out_is_said(tmp_path):
     records = [chat("a", "b" * 50), chat("a" * 60, "b"), chat("a", "b")]
     data = opened(tmp_path, records, seq_len=60)
     assert len(data.train) == 2
-    for said in ("1 left out", "line 2", "2 are cut at 60"):
+    for said in ("1 are left out", "line 2", "2 are cut at 60"):
         assert said in data.found
     trained = sum(int(data.train[i][:, TRAINED].sum()) for i in range(2))
     assert f"{trained} of" in data.found
@@ -216,7 +216,7 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
         ([chat("a", "b")], "{% include '/etc/passwd' %}", {}, ["line 1", "fails"]),
         ([chat("a", "b")], "{{ messages.__class__.__mro__ }}", {}, ["line 1", "fails", "unsafe"]),
         ([chat("a", "b")], "{{ 'x' * 10 ** 9 }}", {}, ["line 1", "characters"]),
-        ([chat("a", "b")], "{% if %}", {}, ["no jinja"]),
+        ([chat("a", "b")], "{% if %}", {}, ["not valid jinja"]),
         ([chat("a", "b")], "{{ strftime_now('%Y') }}", {}, ["strftime_now"]),
         ([chat("a", "b"), chat("a", roles="u")], CHATML, {}, ["line 2", "assistant", "roles: user"]),
         ([chat("a", "b", "c", roles="uta")], LLAMA3, {}, ["line 1", "no role tool"]),
@@ -228,9 +228,9 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
         ([{"messages": [*chat("a")["messages"], {**CALL, "tool_calls": ["f"]}]}], CHATML, {}, ["as OpenAI does"]),
         ([chat("a", "b", "c", "d")], THINKING, {}, ["line 1", "rewrites history", "--answers last"]),
         ([chat("a", "b")], CHATML.replace("<|im_end|>", "</turn>"), {}, ["without a special token"]),
-        ([chat("a", f"b{END}")], CHATML, {}, ["message 2", "<|im_end|>", "take it out"]),
+        ([chat("a", f"b{END}")], CHATML, {}, ["message 2", "<|im_end|>", "remove it"]),
         ([chat("a", "b")], "{% generation %}" + CHATML + "{% endgeneration %}", {}, ["every token", "generation"]),
-        ([chat("a" * 99, "b")], CHATML, {"seq_len": 50}, ["none is left", "cut off whole", "line 1"]),
+        ([chat("a" * 99, "b")], CHATML, {"seq_len": 50}, ["is left to train on", "all of an answer is cut", "line 1"]),
         ([{"messages": "hello"}], CHATML, {}, ["line 1", "role"]),
         ([{"messages": [{"role": "user", "content": 3}]}], CHATML, {}, ["content of message 1"]),
         ([chat("a", "b") | {"x": 1}, {"prompt": "a", "completion": "b"}], CHATML, {}, ["line 2", "form prompt"]),

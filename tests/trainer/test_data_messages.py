@@ -54,7 +54,7 @@ NAMES_ONLY = CHATML.replace(
 @pytest.mark.parametrize(
     ("records", "template", "options", "expected"),
     [
-        ([PLAIN, THOUGHTS], R1_DISTILL, {}, ["line 2", "message 2", "without the whole of its content", "take out"]),
+        ([PLAIN, THOUGHTS], R1_DISTILL, {}, ["line 2", "message 2", "without the whole of its content", "remove"]),
         (
             [PLAIN],
             CHATML.replace("{{ m.c", "{{ m.content[1:] if m.role == 'user' else m.c"),
@@ -170,7 +170,7 @@ FIRST = chat("Hi", "Yo", "So?", roles="aua")
         (chat("a", "\n\nb"), CHATML, {"merges": [("Ċ", "Ċ")]}, ["message 2", "joins", "white space"], "--answers last"),
         (FIRST, GEMMA.replace("'System", "'No"), {}, ["message 1", "no prompt", '"weight": 0'], "repair it"),
         (FIRST, CHATML.replace("if add", "if messages and add"), {}, ["no prompt for message 1", "weight"], "white"),
-        (chat("a", "b"), ENDLESS, {}, ["message 2", "as if another answer were asked for"], "last"),
+        (chat("a", "b"), ENDLESS, {}, ["message 2", "like a prompt for another answer"], "last"),
     ],
 )
 def test_a_message_recommends_what_helps(tmp_path, record, template, options, expected, rest):
@@ -179,7 +179,7 @@ def test_a_message_recommends_what_helps(tmp_path, record, template, options, ex
     untrained = {"messages": [{**record["messages"][0], "weight": 0}, *record["messages"][1:]]}
     for says, helps in (
         ("--answers last", {"answers": "last"}),
-        ("white space off", {"records": [chat("a", "b")]}),
+        ("white space from", {"records": [chat("a", "b")]}),
         ('"weight": 0', {"records": [untrained]}),
     ):
         if says in message:
@@ -193,7 +193,7 @@ def test_pairs_with_messages_next_to_them_are_told_what_to_take_out(tmp_path):
     path = tmp_path / "pairs.jsonl"
     config = TrainConfig(data=str(path), tokenizer=tokenizer, preference="dpo", eval_fraction=0)
     write_jsonl(path, [{"chosen": chosen, "rejected": rejected, "messages": chosen}] * 3)
-    refuses(lambda: PairSource(config, job, 64), "take messages out")
+    refuses(lambda: PairSource(config, job, 64), "remove messages")
     write_jsonl(path, [{"chosen": chosen, "rejected": rejected}] * 3)
     PairSource(config, job, 64)
 

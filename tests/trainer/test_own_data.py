@@ -102,7 +102,7 @@ def test_data_that_cannot_be_used_are_refused():
         lambda: source(data=other).train_batches(**shares(1)[0]), "job 'vit'", "float32[8, 8, 3]", "float32[8, 8, 1]"
     )
     filtered = lambda share: grain.MapDataset.source(vit.Pictures(0, 8)).filter(lambda row: row["labels"] != 3)  # noqa: E731
-    refuses(lambda: next(source(data=filtered).train_batches(**shares(1)[0])), "row 3", "filter before")
+    refuses(lambda: next(source(data=filtered).train_batches(**shares(1)[0])), "row 3", "filter rows")
     refuses(lambda: source(data=lambda share: [1]).train_batches(**shares(1)[0]), "list_iterator", "get_state()")
     ends = source(data=lambda share: Counting(share, last=1)).train_batches(**shares(1)[0])
     next(ends)

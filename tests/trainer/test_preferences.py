@@ -158,6 +158,6 @@ def test_what_no_preference_is_is_refused_by_name():
     refuses(lambda: loss(beta=0.0), "beta=0.0")
     refuses(lambda: loss(beta=float("inf")), "beta=inf")
     refuses(lambda: preference_loss(scores, scores[:, 0], scores), "(3,)", "[B, 2]")
-    refuses(lambda: with_preference(vit.job(), "dpo", 0.1), "models of tokens", "'vit'")
+    refuses(lambda: with_preference(vit.job(), "dpo", 0.1), "model of tokens", "'vit'")
     own = {"model": Language, "loss": row_loss, "batch": pair_batch, "units": [Block], "optimizer": optax.sgd}
     refuses(lambda: with_preference(jfsdp.trainer.Job(**own, name="mine"), "dpo", 0.1), "'mine'", "`row_loss`")

@@ -1,14 +1,14 @@
-"""Chat templates: conversations as text, and where in it the answers stand.
+"""Chat templates: rendering of conversations, and positions of the answers in the text.
 
-[Note: answers] What is trained of a conversation is what the model would have to write: the assistant's messages, each
-up to the special token that ends it, and nothing of what follows (a newline before the next turn is the template's).
-Where they stand is known in one of two ways:
+[Note: answers] The trained tokens of a conversation are those that the model has to write: the assistant's messages,
+each up to and including its stop token. Text after that belongs to the template, such as a newline before the next
+turn. Answers are located in one of two ways:
 
-- The template marks them, by `{% generation %}` as transformers does. A template that leaves its stop token out of the
-  mark is read as if it was inside: a model that never learns to stop is of no use.
-- Else by prefixes: the conversation rendered up to an answer, with the prompt for it, must be a prefix of the whole
-  rendering, as text and as tokens; and so must the conversation with it. What lies between is the answer. A template
-  that rewrites history (drops the thoughts of earlier turns) breaks this, and is refused but for the last answer.
+- The template marks them with `{% generation %}`, as in transformers. If the stop token follows the mark, it is trained
+  too, so that the model learns to stop.
+- Otherwise by prefixes. The conversation up to an answer, rendered with its generation prompt, must be a prefix of the
+  whole rendering, as text and as tokens. So must the conversation including the answer. The difference is the answer. A
+  template that rewrites history (drops the thoughts of earlier turns) is accepted for the last answer only.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from jfsdp.trainer.data.tokenizer import read_config, read_special_tokens
 
 Span = tuple[int, int]
 
-# Noncharacters of Unicode, which no text holds: they stand around what a template marks, and are taken out again.
+# Unicode noncharacters, which no text contains. They delimit the marked parts, and are removed from the result.
 _BEGIN, _END = "\ufdd0", "\ufdd1"
 _MOST_CHARACTERS = 1 << 26
 
 
 class ChatTemplate:
-    """A chat template in jinja, as tokenizers on Hugging Face come with one.
+    """A jinja chat template of a Hugging Face tokenizer.
 
-    Rendered in jinja2's sandbox: a template reads no files and no attributes of Python's, and it knows no clock
-    (`strftime_now` is not defined), so that the same conversation is the same text every day. Its memory is bounded for
-    products and powers only: one that doubles a text in a loop is not caught.
+    It is rendered in jinja2's sandbox, without access to files and Python attributes. `strftime_now` is not defined, so
+    that the text does not depend on the date. Memory is bounded only for products and powers, not for loops that double
+    a text.
 
     Args:
       source: the template.
-      name: where it is from, for messages.
-      tokens: special tokens by the names that templates use, such as `bos_token`.
-      for_tools: the template of conversations with tools; None: this one.
+      name: origin, for messages.
+      tokens: special tokens by their names in templates, such as `bos_token`.
+      for_tools: template for conversations with tools; None: this one.
 
     Attributes:
-      marks: whether it marks the assistant's words by `{% generation %}`.
-      digest: of the template and its tokens.
+      marks: whether it marks answers with `{% generation %}`.
+      digest: hash of the template and its tokens.
 
     Raises:
-      ValueError: if it is no jinja.
+      ValueError: if it is not valid jinja.
     """
 
     def __init__(self, source: str, name: str, tokens: Mapping[str, str], for_tools: ChatTemplate | None = None):
@@ -62,22 +62,24 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except load("jinja2").TemplateError as error:
-            raise ValueError(f"chat template {name}: is no jinja ({error}); repair it, or name another") from error
+            raise ValueError(
+                f"chat template {name}: is not valid jinja ({error}); repair it, or name another"
+            ) from error
 
     def given(self, tools: Any) -> ChatTemplate:
-        """Return the template of a conversation with these tools, or without (None), as transformers chooses it."""
+        """Return the template for a conversation with these tools (None: without), chosen as in transformers."""
         return self if tools is None or self._for_tools is None else self._for_tools
 
     def unnamed(self, messages: Sequence[Message]) -> set[str]:
-        """Return the fields of messages whose names the template does not have, and so does not write."""
+        """Return the fields of messages that the template does not mention, and so does not render."""
         fields = {name for one in messages for name in one} - OWN
         return {name for name in fields if not re.search(rf"\b{re.escape(name)}\b", self._source)}
 
     @functools.cached_property
     def takes_text(self) -> bool:
-        """Whether arguments of calls have to be JSON text: the template writes text unchanged, and objects not as JSON.
+        """Whether arguments of calls must be JSON text, because the template does not render objects as JSON.
 
-        DeepSeek's templates and InternLM's are such; most others pass objects to the filter `tojson`.
+        True for templates of DeepSeek and InternLM. Most others pass objects to the filter `tojson`.
         """
 
         def is_written(arguments: Any) -> bool:
@@ -90,14 +92,14 @@ class ChatTemplate:
         return is_written('{"a": 1}') and not is_written({"a": 1})
 
     def render(self, messages: Sequence[Message], *, prompt: bool = False, tools: Any = None) -> tuple[str, list[Span]]:
-        """Return a conversation as text, and which characters of it are marked as the assistant's.
+        """Return a conversation as text, and the spans of characters marked as the assistant's.
 
         Args:
-          prompt: end with what comes before an answer.
-          tools: what the template is given under that name.
+          prompt: whether to add the generation prompt.
+          tools: tools passed to the template.
 
         Raises:
-          ValueError: if the template fails, or writes without end.
+          ValueError: if the template fails, or its text exceeds the limit.
         """
         given = {"messages": list(messages), "tools": tools, "add_generation_prompt": prompt, **self._tokens}
         parts, size = [], 0
@@ -107,13 +109,12 @@ class ChatTemplate:
                 size += len(part)
                 if size > _MOST_CHARACTERS:
                     raise ValueError(f"it writes over {_MOST_CHARACTERS:,} characters for one conversation")
-        # A template is a program: it may raise whatever Python does.
-        except Exception as error:
-            said = f"{type(error).__name__}: {error}".removeprefix("TemplateError: ")
-            if "strftime_now" in said:
-                said = "it asks for the date (strftime_now), and would make other tokens every day; write a date in it"
+        except Exception as error:  # a template is a program, which may raise any exception
+            reason = f"{type(error).__name__}: {error}".removeprefix("TemplateError: ")
+            if "strftime_now" in reason:
+                reason = "it needs the date (strftime_now), so tokens would change every day; write a date into it"
             raise ValueError(
-                f"chat template {self.name} fails: {said}; repair it, or give another by --chat-template"
+                f"chat template {self.name} fails: {reason}; repair it, or give another by --chat-template"
             ) from error
         return _without_marks("".join(parts))
 
@@ -122,33 +123,32 @@ def load_template(tokenizer: str, chat_template: str | None) -> ChatTemplate:
     """Return the chat template of a tokenizer.
 
     Args:
-      tokenizer: directory, or file in it, where `tokenizer_config.json` lies; its special tokens are given to the
-        template.
-      chat_template: a file with the template, or the name of one of the tokenizer's; None: the tokenizer's, in
-        `chat_template.jinja` or `tokenizer_config.json`. Of several by name these are "tool_use" for conversations with
-        tools, if there is one, and "default".
+      tokenizer: directory of `tokenizer_config.json`, or a file in it. Its special tokens are passed to the template.
+      chat_template: file of the template, or the name of one of the tokenizer's; None: the tokenizer's, from
+        `chat_template.jinja` or `tokenizer_config.json`. Of several, "default" is used, and "tool_use" for
+        conversations with tools.
 
     Raises:
-      ValueError: if there is none, it cannot be read, or is no jinja.
+      ValueError: if there is none, it cannot be read, or is not valid jinja.
     """
     if tokenizer == "byte":
         raise ValueError(
-            "the data are conversations, and the byte tokenizer has no special token that could end a turn; give one "
-            "that has by --tokenizer PATH, or write prompt and completion instead of messages"
+            "the data are conversations, but the byte tokenizer has no special token to end a turn; give another by "
+            "--tokenizer PATH, or write prompt and completion instead of messages"
         )
     if (found := find_template(tokenizer, chat_template)) is None:
         raise ValueError(
-            f"the data are conversations, and tokenizer {tokenizer!r} has no chat template (in tokenizer_config.json "
+            f"the data are conversations, but tokenizer {tokenizer!r} has no chat template (in tokenizer_config.json "
             "or chat_template.jinja); name a file with --chat-template, or write prompt and completion, not messages"
         )
     return found
 
 
 def find_template(tokenizer: str, chat_template: str | None) -> ChatTemplate | None:
-    """Return what `load_template` does; None: there is none.
+    """Return the template of `load_template`, or None if there is none.
 
     Raises:
-      ValueError: if it cannot be read, or is no jinja.
+      ValueError: if it cannot be read, or is not valid jinja.
     """
     if tokenizer == "byte":
         return None
@@ -164,15 +164,15 @@ def find_template(tokenizer: str, chat_template: str | None) -> ChatTemplate | N
         return None
     if "default" not in named:
         raise ValueError(
-            f"tokenizer {tokenizer!r} has the chat templates {', '.join(sorted(named))}, and none is its default; name "
-            "one of them with --chat-template"
+            f"tokenizer {tokenizer!r} has the chat templates {', '.join(sorted(named))}, but no default; name one of "
+            "them with --chat-template"
         )
     for_tools = ChatTemplate(named["tool_use"], f"tool_use {origin}", tokens) if "tool_use" in named else None
     return ChatTemplate(named["default"], origin, tokens, for_tools)
 
 
 def _read_templates(directory: Path) -> dict[str, str]:
-    """Return the templates of a tokenizer by name: those in files, or else those in its configuration."""
+    """Return the templates of a tokenizer by name, from files, or from its configuration if there are no files."""
     files = {"default": directory / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if any(file.exists() for file in files.values()):
@@ -204,7 +204,7 @@ def _without_marks(text: str) -> tuple[str, list[Span]]:
 
 @functools.cache
 def _environment() -> Any:
-    """Return the jinja that transformers renders templates with, made anew: its options, filters and globals."""
+    """Return a jinja environment with the options, filters and globals of transformers."""
     load("jinja2")
     import jinja2.ext
     import jinja2.nodes
@@ -230,13 +230,13 @@ def _environment() -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     class Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-        """The sandbox, in which no product or power is larger than what a template may write."""
+        """A sandbox that limits the size of products and powers."""
 
         intercepted_binops = frozenset(("*", "**"))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             if _size_of_product(operator, left, right) > _MOST_CHARACTERS:
-                raise jinja2.exceptions.TemplateError(f"{operator} makes over {_MOST_CHARACTERS:,} characters")
+                raise jinja2.exceptions.TemplateError(f"{operator} gives over {_MOST_CHARACTERS:,} characters")
             return super().call_binop(context, operator, left, right)
 
     environment = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, jinja2.ext.loopcontrols])

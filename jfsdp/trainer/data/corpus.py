@@ -1,4 +1,4 @@
-"""Documents on disk, known by (file, offset): an index in memory, contents read when asked for."""
+"""Documents on disk, indexed by (file, offset) in memory and read on access."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from jfsdp.trainer.data.records import place, read_record
 from jfsdp.trainer.data.token_files import TokenFormat, index_token_file, read_token_format, read_tokens
 
 MAX_LINE_BYTES = 1 << 28
-"""Of a JSONL file: a line is held whole."""
+"""Longest line of a JSONL file; a line is read into memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CorpusStats:
-    """What `open_corpus` found; printing it gives one line.
+    """Counts of files and documents of a corpus; `str` gives one line.
 
     Attributes:
-      num_files_seen: files looked at.
-      num_files: files that hold documents of the corpus.
-      num_documents: documents; a file longer than `max_document_bytes` gives several.
-      num_bytes: bytes in those documents (of a JSONL file: with its JSON).
-      skipped: files (or whole directories) left out, counted by reason.
+      num_files_seen: files examined.
+      num_files: files with documents of the corpus.
+      num_documents: documents; a file longer than `max_document_bytes` has several.
+      num_bytes: bytes of the documents, including the JSON of JSONL files.
+      skipped: number of skipped files (or directories), by reason.
     """
 
     num_files_seen: int
@@ -48,13 +48,13 @@ class CorpusStats:
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """One document, or one piece of a file too long to be one.
+    """A document, or a piece of a long file.
 
     Attributes:
-      content: the text; for a token file the ids int64 [n + 1], the last of them only as a target; for JSONL of another
-        form than text the record.
-      starts: whether it begins where a document begins.
-      ends: whether it ends where a document ends.
+      content: the text; for a token file the ids int64 [n + 1], the last one only a target; for JSONL of a form other
+        than text, the record.
+      starts: whether it starts at the start of a document.
+      ends: whether it ends at the end of a document.
     """
 
     content: Any
@@ -65,14 +65,14 @@ class Document:
 class Corpus:
     """A sequence of documents read on access.
 
-    Memory: 20 bytes per document and the path of each file; contents are not kept. Safe to read from several threads.
+    Memory: 20 bytes per document and the path of each file; contents are not kept. Reading is thread-safe.
 
     Attributes:
-      stats: what was found and what was skipped.
-      digest: hash over names, offsets and contents; two corpora with the same digest hold the same documents.
+      stats: counts of files and documents.
+      digest: hash of names, offsets and contents; corpora with equal digests have the same documents.
       token_format: dtype and end-of-document id of token files; None for text.
       has_records: whether a file is JSONL.
-      form: of its records (see `FORMS`); "text" for what is no JSONL.
+      form: form of its records (see `FORMS`); "text" for other files.
     """
 
     def __init__(self, root: Path, files: list[_File], skipped: dict[str, int], num_seen: int, text_field: str | None):
@@ -92,16 +92,16 @@ class Corpus:
         return len(self._offsets)
 
     def name(self, index: int) -> str:
-        """Return "path@offset", the path relative to the corpus: the identity of the document."""
+        """Return the identity of a document, "path@offset", with the path relative to the corpus."""
         return f"{self._files[self._file_of[index]].name}@{self._offsets[index]}"
 
     def place(self, index: int) -> str:
-        """Return where a document begins, for people: with the number of the line in JSONL."""
+        """Return the position of a document for messages, with the line number in JSONL."""
         path, offset = self._root / self._files[self._file_of[index]].name, int(self._offsets[index])
         return place(path, offset) if _is_jsonl(path) else f"{path} at {offset}"
 
     def order_keys(self, seed: int) -> np.ndarray:
-        """Return one pseudo-random uint64 per document [len(self)], from its identity and `seed` alone."""
+        """Return a pseudo-random uint64 per document [len(self)], which depends only on its identity and `seed`."""
         file_keys = np.array([_hash64(f"{seed}:{file.name}") for file in self._files], np.uint64)
         return _mix64(file_keys[self._file_of] ^ _mix64(self._offsets.astype(np.uint64)))
 
@@ -109,7 +109,7 @@ class Corpus:
         """Read one document.
 
         Raises:
-          ValueError: if the file changed since it was opened, or a JSONL line is not an object of the corpus's form.
+          ValueError: if the file changed since it was opened, or a JSONL line is not a record of the corpus's form.
         """
         file = self._files[self._file_of[index]]
         offset, length = int(self._offsets[index]), int(self._lengths[index])
@@ -122,7 +122,7 @@ class Corpus:
         return Document(_decode(data, path, offset), starts=offset == 0, ends=offset + length == file.num_bytes)
 
     def _find_form(self) -> str:
-        """Look at the first record of each JSONL file: so a wrong one shows now, and not hours into a run."""
+        """Return the form of the records, from the first record of each JSONL file, so that errors appear early."""
         form = None if all(_is_jsonl(Path(file.name)) for file in self._files) else "text"
         for file in self._files:
             path = self._root / file.name
@@ -139,25 +139,27 @@ class Corpus:
 
 
 def open_corpus(data: str, *, text_field: str | None = None, max_document_bytes: int = 65536) -> Corpus:
-    """Index the documents that `data` names.
+    """Index the documents of `data`.
 
-    What a file holds is known by its name: `*.jsonl` and `*.ndjson` one JSON object per line, `*.bin` raw little-endian
-    token ids, anything else UTF-8 text. A file with a NUL byte or invalid UTF-8 is skipped and counted. A text or token
-    file longer than `max_document_bytes` is cut into pieces (text after a newline where there is one), each shuffled,
-    split and put into rows separately; the transition over a cut of a text file is the only one that is not trained
-    on. Lines of JSONL are never cut; beyond the first of each file they are checked when read, and a lone surrogate
-    becomes "?". What a record is, is seen by its fields (`FORMS`), and is the same in all files of a corpus.
+    The name of a file decides its content: `*.jsonl` and `*.ndjson` have one JSON object per line, `*.bin` raw
+    little-endian token ids, other files UTF-8 text. A file with a NUL byte or invalid UTF-8 is skipped and counted.
 
-    Cost: reads every text and JSONL file once, whole, to check and to hash it; of a token file its ends only.
-    Memory: see `Corpus`; a JSONL line is held whole, up to `MAX_LINE_BYTES`.
+    A text or token file longer than `max_document_bytes` is cut into pieces, text after a newline if possible. Pieces
+    are shuffled, split and packed separately. Only the transition over a cut of a text file is not trained.
+
+    Lines of JSONL are not cut. The first line of each file is checked here, others when read. A lone surrogate becomes
+    "?". The fields of a record decide its form (`FORMS`), which must be equal in all files of a corpus.
+
+    Cost: reads every text and JSONL file once, to check and hash it; only the ends of a token file.
+    Memory: see `Corpus`; and one JSONL line, at most `MAX_LINE_BYTES`.
 
     Args:
       data: see `find_files`.
-      text_field: field of a JSONL object that holds the text; None: found by looking.
-      max_document_bytes: length at which a file is cut.
+      text_field: field of a JSONL object that contains the text; None: detected.
+      max_document_bytes: length above which a file is cut.
 
     Raises:
-      ValueError: if nothing usable is there, a file cannot be read, or token files are malformed.
+      ValueError: if no file is usable, a file cannot be read, or token files are malformed.
     """
     found = find_files(data)
     skipped = collections.Counter(found.skipped)
@@ -177,13 +179,13 @@ def open_corpus(data: str, *, text_field: str | None = None, max_document_bytes:
     if not files:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         raise ValueError(
-            f"data {data!r}: looked for UTF-8 text or JSONL files, saw {found.num_seen} files, none usable "
-            f"(skipped: {reasons or 'none'}); pass another path or glob, or unpack compressed files first"
+            f"data {data!r}: none of {found.num_seen} files is UTF-8 text or JSONL (skipped: {reasons or 'none'}); "
+            "pass another path or glob, or unpack compressed files first"
         )
     formats = {file.token_format: file.name for file in files}
     if len(formats) > 1:
         examples = "; ".join(f"{name}: {token_format or 'text'}" for token_format, name in formats.items())
-        raise ValueError(f"data {data!r}: files of different kinds cannot be one corpus ({examples}); name one kind")
+        raise ValueError(f"data {data!r}: has files of different kinds ({examples}); name files of one kind")
     return Corpus(found.root, files, dict(skipped), found.num_seen, text_field)
 
 
@@ -250,7 +252,7 @@ def _index_text(path: Path, limit: int) -> tuple[np.ndarray, np.ndarray, int] | 
 
 
 def _find_cut(piece: bytes) -> int:
-    """Return where to cut a full piece: after the last newline of its second half, else between two characters."""
+    """Return the cut of a full piece: after the last newline of its second half, else between two characters."""
     newline = piece.rfind(b"\n", len(piece) // 2)
     if newline >= 0:
         return newline + 1
@@ -266,8 +268,8 @@ def _read_bytes(path: Path, offset: int, length: int) -> bytes:
         data = file.read(length)
     if len(data) != length:
         raise ValueError(
-            f"{path}: only {len(data)} of {length} bytes left at offset {offset}; the file changed since the corpus "
-            "was opened: restore it, or open the corpus again"
+            f"{path}: only {len(data)} of {length} bytes remain at offset {offset}, because the file changed since the "
+            "corpus was opened; restore it, or open the corpus again"
         )
     return data
 
@@ -277,8 +279,8 @@ def _decode(data: bytes, path: Path, offset: int) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path}: no longer UTF-8 at offset {offset + error.start}; the file changed since the corpus was opened: "
-            "restore it, or open the corpus again"
+            f"{path}: is not UTF-8 at offset {offset + error.start}, because the file changed since the corpus was "
+            "opened; restore it, or open the corpus again"
         ) from error
 
 
@@ -294,7 +296,7 @@ def _hash64(text: str) -> int:
 
 
 def _mix64(x: np.ndarray) -> np.ndarray:
-    """Return the splitmix64 finalizer of each element; wraps around by intention."""
+    """Return the splitmix64 finalizer of each element. Overflow wraps around intentionally."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Documents as (input, target) pairs, read and tokenized when asked for; and what a look at all records finds."""
+"""Documents as (input, target) pairs, read and tokenized on access, and counts over all records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jfsdp.trainer.data.corpus import Corpus, Document
 from jfsdp.trainer.data.examples import Example, Examples
 from jfsdp.trainer.data.tokenizer import Tokenizer
 
-# [Note: pairs] A document d0 d1 .. dn becomes inputs [eod d0 d1 .. dn] and targets [d0 d1 .. dn eod]: shifted before it
-# is put into rows, it can be cut anywhere and every target is still the true next token of the same document. Every
-# token is a target exactly once, and the first one is predicted from the separator, as at generation. Laid end to end
-# the inputs are the stream "eod document eod document ..", and each target is the next input: the same pairs serve
-# cross_documents. Column 2 is 1 where a document, or a piece of a file that was cut, begins; column 3 is 1 where the
-# target is trained: of conversations and the like the answers' tokens alone.
+# [Note: pairs] A document d0 d1 .. dn becomes inputs [eod d0 d1 .. dn] and targets [d0 d1 .. dn eod]. Because the shift
+# comes before packing, rows can be cut anywhere, and every target is the next token of the same document. Every token
+# is a target exactly once, and the first one is predicted from the separator, as in generation. Concatenated inputs are
+# the stream "eod document eod document ..", and each target is the next input, so cross_documents uses the same pairs.
+# Column 2 is 1 at the start of a document or of a piece of a file. Column 3 is 1 if the target is trained; in
+# conversations and other records these are only tokens of answers.
 INPUT, TARGET, START, TRAINED = COLUMNS = range(4)
 PADDING = -1  # in the START column
 
@@ -27,14 +27,13 @@ PADDING = -1  # in the START column
 class Documents:
     """A sequence of documents as int32 [n, 4] arrays of (input, target, start, trained); read and tokenized on access.
 
-    See [Note: pairs]. Two answers to choose between are [2, seq_len, 4], padded. Memory: 8 bytes per document, beside
-    the corpus.
+    See [Note: pairs]. A pair of answers is [2, seq_len, 4], padded. Memory: 8 bytes per document, and the corpus.
 
     Args:
       tokenizer: None for token files.
-      examples: what makes tokens of records; None: they are texts or tokens.
-      vocab_size: that ids must be below; None: any.
-      first: the number of the corpus's first document among those of all sources.
+      examples: encoder of records; None: documents are texts or tokens.
+      vocab_size: upper bound of ids; None: no check.
+      first: number of the corpus's first document among all sources.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class Documents:
         self.examples, self._indices = examples, np.arange(len(corpus))
 
     def only(self, indices: np.ndarray) -> Documents:
-        """Return those whose places here are given."""
+        """Return the documents at these indices."""
         chosen = copy.copy(self)
         chosen._indices = self._indices[indices]
         return chosen
@@ -62,19 +61,18 @@ class Documents:
         return self._corpus.name(int(self._indices[index]))
 
     def place(self, index: int) -> str:
-        """Return "path, line N", or what says it in files without lines."""
+        """Return "path, line N", or "path at offset" for files other than JSONL."""
         return self._corpus.place(int(self._indices[index]))
 
     def number(self, index: int) -> int:
-        """Return which document of all sources' it is, counted from 0 in their order."""
+        """Return the number of a document among all sources, counted from 0."""
         return self._first + int(self._indices[index])
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Read and tokenize one document.
 
         Raises:
-          ValueError: see `Corpus.read` and `Examples.encode`; and if an id does not fit the vocabulary: names id,
-            document, size and remedy.
+          ValueError: as `Corpus.read` and `Examples.encode`, and if an id is beyond the vocabulary.
         """
         if self.examples is None:
             document = self._corpus.read(int(self._indices[index]))
@@ -89,10 +87,10 @@ class Documents:
         return pairs
 
     def read_examples(self, index: int) -> list[Example]:
-        """Return what a record holds, where these are records.
+        """Return the examples of a record.
 
         Raises:
-          ValueError: naming the line.
+          ValueError: as `Examples.encode`; names the line.
         """
         assert self.examples is not None
         record = self._corpus.read(int(self._indices[index])).content
@@ -125,12 +123,12 @@ class Documents:
         if len(tokens) and (largest := int(tokens.max())) >= limit:
             raise ValueError(
                 f"{self.name(index)}: token id {largest} is not below the vocabulary size {limit}; give the model a "
-                "larger vocabulary, or tokenize with its own tokenizer (a wrong dtype in a sidecar looks like this too)"
+                "larger vocabulary, use its tokenizer, or check the dtype in the sidecar of a token file"
             )
 
 
 class Joined:
-    """Documents of several sources, one after the other."""
+    """Concatenated documents of several sources."""
 
     def __init__(self, parts: Sequence[Documents]):
         self.parts = tuple(parts)
@@ -144,7 +142,7 @@ class Joined:
         return part[place]
 
     def place(self, index: int) -> str:
-        """Return "path, line N", or what says it in files without lines."""
+        """Return "path, line N", or "path at offset" for files other than JSONL."""
         part, place = self._find(index)
         return part.place(place)
 
@@ -155,18 +153,18 @@ class Joined:
 
 @dataclasses.dataclass
 class Survey:
-    """Counts over all records of a source; printing it gives one line.
+    """Counts over all records of a source; `str` gives one line.
 
     Attributes:
-      form: of the records.
-      num_tokens: of all of them, before any is cut.
-      num_trained: tokens that are trained on once per epoch.
+      form: form of the records.
+      seq_len: tokens of a row, to which examples are truncated.
+      num_tokens: all tokens, before truncation.
+      num_trained: trained tokens per epoch.
       longest: tokens of the longest example.
-      seq_len: tokens of a row, at which examples are cut.
-      num_cut, num_cut_tokens: examples longer than that, and the trained tokens that they lost by it.
-      num_left_out: records that lost an answer whole, and are not trained on.
-      left_out: where the first of these stands.
-      unread: fields that nothing is made of; see `Examples`.
+      num_cut, num_cut_tokens: number of truncated examples, and of the trained tokens removed from them.
+      num_left_out: records omitted because an answer was removed entirely.
+      left_out: position of the first of these.
+      unread: fields that are not used; see `Examples`.
     """
 
     form: str
@@ -183,22 +181,22 @@ class Survey:
     def __str__(self) -> str:
         line = (
             f"records of form {self.form}: {self.num_trained:,} of {self.num_tokens:,} tokens are trained, the longest "
-            f"has {self.longest:,}"
+            f"example has {self.longest:,}"
         )
         if self.num_cut:
             line += f"; {self.num_cut:,} are cut at {self.seq_len:,}, with {self.num_cut_tokens:,} tokens of answers"
         if self.num_left_out:
-            line += f"; {self.num_left_out:,} left out, whose answer was cut off whole (first: {self.left_out})"
+            line += f"; {self.num_left_out:,} are left out, because all of an answer is cut (first: {self.left_out})"
         line += "; raise --seq-len to cut none" if self.num_cut else ""
         unread = [f"{one} (--text-field text trains it)" if one == "text" else one for one in self.unread]
         return line + (f"; fields not read: {', '.join(unread)}" if unread else "")
 
 
 def survey_examples(documents: Documents) -> tuple[np.ndarray, Survey]:
-    """Read all records; return which of them can be trained on, bool [len(documents)], and the counts.
+    """Read all records. Return whether each can be trained, bool [len(documents)], and the counts.
 
     Raises:
-      ValueError: for the first record that cannot be understood; see `Examples.encode`.
+      ValueError: for the first invalid record; see `Examples.encode`.
     """
     assert documents.examples is not None
     survey = Survey(documents.examples.form, documents.examples.seq_len)
@@ -225,10 +223,10 @@ MOST_SECONDS = 20.0
 
 
 def _check_time(read: Callable[[], object], place: str) -> None:
-    """Refuse a chat template that loops for ever: try the first record in a thread of its own."""
+    """Check in a separate thread that the chat template renders the first record in time, without an endless loop."""
 
     def run() -> None:
-        with contextlib.suppress(ValueError):  # is raised again when all records are read
+        with contextlib.suppress(ValueError):  # raised again when all records are read
             read()
 
     thread = threading.Thread(target=run, daemon=True)
@@ -236,6 +234,6 @@ def _check_time(read: Callable[[], object], place: str) -> None:
     thread.join(MOST_SECONDS)
     if thread.is_alive():
         raise ValueError(
-            f"{place}: took over {MOST_SECONDS:.0f} s to render and tokenize; its chat template may loop for ever: "
+            f"{place}: took over {MOST_SECONDS:.0f} s to render and tokenize; if its chat template loops forever, "
             "repair it, or give another by --chat-template"
         )

@@ -1,4 +1,4 @@
-"""Records as tokens of which some are trained: conversations, prompts with completions, choices between answers."""
+"""Encoding of records as tokens with a mask of trained tokens: conversations, completions, pairs of answers."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Example(NamedTuple):
     """One row or part of a row.
 
     Attributes:
-      tokens: ids, int32 [n + 1]: the last one is only a target, the first only an input.
-      trained: whether a token is to be predicted, bool [n + 1].
-      num_tokens: tokens before it was cut.
-      num_cut: trained tokens that were cut off.
+      tokens: ids, int32 [n + 1]; the last one is only a target, the first only an input.
+      trained: whether a token is trained, bool [n + 1].
+      num_tokens: tokens before truncation.
+      num_cut: trained tokens removed by truncation.
     """
 
     tokens: np.ndarray
@@ -51,18 +51,17 @@ class Example(NamedTuple):
 
 
 class Examples:
-    """Turns records of one form into examples.
+    """Encodes records of one form as examples.
 
     Args:
-      tokenizer: for the text.
-      load: returns the template of conversations; called where there is one.
-      form: of the records, see `FORMS`.
-      answers: "all" or "last": which of the assistant's messages are trained.
-      seq_len: tokens to be predicted that an example may have; what is longer is cut at its end.
+      tokenizer: the tokenizer.
+      load: returns the chat template; called for the first conversation.
+      form: form of the records; see `FORMS`.
+      answers: "all" or "last": the assistant's messages to train on.
+      seq_len: most targets of an example; longer examples are truncated at their end.
 
     Attributes:
-      unread: fields of the records so far that nothing is made of, and fields of messages that the template does not
-        name.
+      unread: unused fields of the records so far, and fields of messages that the template does not mention.
     """
 
     def __init__(
@@ -75,10 +74,10 @@ class Examples:
         self.unread: set[str] = set()
 
     def encode(self, record: Record) -> list[Example]:
-        """Return a record's example; of form "pairs" two: the chosen answer's and the rejected one's.
+        """Return the example of a record, or the two of a pair: chosen and rejected.
 
         Raises:
-          ValueError: if nothing or everything of it would be trained, or the template cannot render it; see
+          ValueError: if no token or every token would be trained, or the template cannot render it; see
             [Note: answers].
         """
         self.unread.update(name for name, value in record.items() if name not in READ[self.form] and value is not None)
@@ -86,7 +85,7 @@ class Examples:
         return [self._cut(*self._encode(*parts, tools)) for parts in self._parts(record)]
 
     def encode_prompt(self, prompt: str | Sequence[Message], tools: Any = None) -> np.ndarray:
-        """Return the ids [n] after which a model is to write an answer.
+        """Return the ids [n] of a prompt, which end where the answer begins.
 
         Raises:
           ValueError: as `encode`.
@@ -105,7 +104,7 @@ class Examples:
         return int(ids[trained][-1])
 
     def _parts(self, record: Record) -> list[tuple[Any, Any]]:
-        """Return the prompt and what answers it, as texts or as messages: of each of the record's examples."""
+        """Return (prompt, answer) of each example of a record, as texts or messages."""
         if self.form in _CONVERSATIONS:
             return [([], read_messages(_CONVERSATIONS[self.form](record)))]
         if self.form == "prompt":
@@ -115,7 +114,7 @@ class Examples:
         if isinstance(prompt, str) and is_messages and chosen[0]["role"] == "assistant":
             prompt = [{"role": "user", "content": prompt}]
         if chosen == rejected:
-            raise ValueError("chosen and rejected are the same, and teach nothing; take the record out")
+            raise ValueError("chosen and rejected are the same, so there is nothing to learn; remove the record")
         if prompt is not None and not _begins_with(chosen, prompt):
             return [(prompt, chosen), (prompt, rejected)]
         if isinstance(chosen, str) or isinstance(rejected, str):
@@ -128,15 +127,16 @@ class Examples:
         for answer in (chosen[same:], rejected[same:]):
             if not answer or answer[0]["role"] != "assistant":
                 raise ValueError(
-                    "chosen and rejected are to differ from an answer of the assistant on, and differ "
-                    f"{'before' if answer else 'nowhere'}; write what both answer alike"
+                    "chosen and rejected must first differ at an answer of the assistant, but "
+                    f"{'differ before one' if answer else 'one is the beginning of the other'}; use the same messages "
+                    "before both answers"
                 )
         return [(chosen[:same], chosen[same:]), (rejected[:same], rejected[same:])]
 
     def _encode(self, prompt: Any, answer: Any, tools: Any) -> tuple[np.ndarray, np.ndarray]:
         if isinstance(prompt, str) and isinstance(answer, str):
             if tools:
-                raise ValueError("its field tools needs messages, and its prompt is a text; take tools out")
+                raise ValueError("field tools needs messages, but the prompt is a text; remove tools")
             return self._encode_texts(prompt, answer)
         if isinstance(prompt, str) or isinstance(answer, str):
             raise ValueError(
@@ -149,8 +149,8 @@ class Examples:
         if not trained:
             roles = ", ".join(dict.fromkeys(one["role"] for one in messages)) or "none"
             raise ValueError(
-                f"nothing of it would be trained: no message of role assistant has weight 1 (roles: {roles}); add an "
-                "answer, rename roles to user and assistant, or take the record out"
+                f"no token would be trained: no message of role assistant has weight 1 (roles: {roles}); add an "
+                "answer, rename roles to user and assistant, or remove the record"
             )
         return self._converse(messages[: trained[-1] + 1], tools).encode_answers(trained)
 
@@ -163,8 +163,8 @@ class Examples:
     def _encode_texts(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
         if not prompt or not answer:
             raise ValueError(
-                f"its {'answer' if prompt else 'prompt'} is empty; take the record out, or write what is all trained "
-                "as field text"
+                f"its {'answer' if prompt else 'prompt'} is empty; remove the record, or use field text to train on "
+                "all of it"
             )
         before = self.encode_prompt(prompt)
         after = np.concatenate([self._tokenizer.encode(answer), [self._tokenizer.eod_id]])
@@ -176,12 +176,12 @@ class Examples:
 
     @property
     def has_conversations(self) -> bool:
-        """Tell whether a record was read that needs the template."""
+        """Whether a record that needs the template was read."""
         return "_template" in self.__dict__
 
     @property
     def digest(self) -> str:
-        """Return what tokens depend on beside tokenizer and records; known once a record was read."""
+        """Settings on which tokens depend, in addition to tokenizer and records; complete after the first record."""
         template = self.__dict__.get("_template")
         return f"{self.form}:{self._answers}" + (f":{template.digest}" if template else "")
 
@@ -195,7 +195,7 @@ def _kind(value: Any) -> str:
 
 
 def _begins_with(messages: Any, prompt: Any) -> bool:
-    """Tell whether an answer is the whole conversation, prompt and all, as some data sets have it."""
+    """Whether an answer contains its prompt, as in some data sets."""
     if not isinstance(messages, list):
         return False
     if isinstance(prompt, str):

@@ -1,4 +1,4 @@
-"""An iterator over batches whose place can be saved and restored, for every kind of data."""
+"""An iterator over batches whose position can be saved and restored, for every kind of data."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ Batch = dict[str, np.ndarray]
 
 
 class DataIterator(Iterator[Batch]):
-    """Batches of arrays by name, and where in the data they are. Moves no data to devices.
+    """Iterator over batches, dicts of arrays, with a saved position. Moves no data to devices.
 
-    What the arrays are: [Note: batches of tokens].
+    [Note: batches of tokens] describes the arrays.
 
     Args:
-      dataset: of grain; yields batches, and its iterator has `get_state`, `set_state` and `close`.
-      stream: all that order and content of the batches depend on; a state is restored into the same stream only.
-      join: `f(positions) -> position` where a process's state knows of its own rows only; None: they are all equal.
-      lanes: `f(num_lanes) -> (dataset, stream)`, the same in another number of lanes; None: it has none.
+      dataset: grain dataset of batches; its iterator has `get_state`, `set_state` and `close`.
+      stream: all settings that decide the order and content of the batches. A state is restored only into an equal
+        stream.
+      join: `f(positions) -> position`, if the state of a process covers only its rows; None: all states are equal.
+      lanes: `f(num_lanes) -> (dataset, stream)`, the same data in another number of lanes; None: no lanes.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class DataIterator(Iterator[Batch]):
         return next(self._iterator)
 
     def close(self):
-        """Stop the thread that reads ahead; garbage collection and interpreter exit do the same."""
+        """Stop the prefetch thread. Garbage collection and interpreter exit also stop it."""
         self._close()
 
     @property
@@ -53,24 +54,25 @@ class DataIterator(Iterator[Batch]):
         return self._open[0]
 
     def get_state(self) -> dict[str, Any]:
-        """Return what `set_state` needs to continue after the last batch taken; plain JSON, about 1 kB."""
+        """Return the position after the last batch, for `set_state`, as JSON of about 1 kB."""
         state = {"version": _STATE_VERSION, "stream": self._stream, "position": self._iterator.get_state()}
         return json.loads(json.dumps(state))
 
     def set_state(self, *states: dict[str, Any]):
-        """Continue where `get_state` was called, bit for bit, in this or another process, or another number of them.
+        """Continue from a saved position, bit for bit, with any number of processes.
 
-        Cost: for tokens, reads and tokenizes again the documents of one window of `shuffle_rows` rows.
+        Cost: for tokens, reads and tokenizes the documents of one window of `shuffle_rows` rows again.
 
         Args:
-          states: of every process, after the same batch; of one alone, where there was one.
+          states: the states of all processes after the same batch.
 
         Raises:
-          ValueError: if a state belongs to another stream (data, seed, seq_len, global batch..); names what differs.
+          ValueError: if a state belongs to another stream (data, seed, seq_len, global batch, ..); names the
+            differences.
         """
         num_lanes = states[0]["stream"].get("num_lanes")
         if self._lanes is not None and num_lanes != self._stream["num_lanes"]:
-            dataset, self._stream = self._lanes(num_lanes)  # a run goes on with the lanes that it began with
+            dataset, self._stream = self._lanes(num_lanes)  # a run keeps its number of lanes
             _close_all(self._open)
             self._open.append(iter(dataset))
         for state in states:
@@ -81,16 +83,16 @@ class DataIterator(Iterator[Batch]):
     def _check(self, state: dict[str, Any]) -> None:
         if state.get("version") != _STATE_VERSION:
             raise ValueError(
-                f"the checkpoint's place in the data has version {state.get('version')}, and this jfsdp reads "
-                f"{_STATE_VERSION}; --resume STEP --restart-data begins them anew"
+                f"the checkpoint's position in the data has version {state.get('version')}, but this jfsdp reads "
+                f"{_STATE_VERSION}; --resume STEP --restart-data restarts the data"
             )
         theirs, ours = state["stream"], self._stream
         differing = [name for name in ours | theirs if theirs.get(name) != ours.get(name)]
         if differing:
             pairs = ", ".join(f"{n} was {theirs.get(n)!r}, is {ours.get(n)!r}" for n in differing)
             raise ValueError(
-                f"the checkpoint's place is in other data: {pairs}; resume with the same settings, or begin the data "
-                "anew with --resume STEP --restart-data"
+                f"the checkpoint's position is in other data: {pairs}; resume with the same settings, or restart the "
+                "data with --resume STEP --restart-data"
             )
 
 
@@ -100,10 +102,10 @@ def _close_all(iterators: list[Any]):
 
 
 def read_in_caller() -> Any:
-    """Return options for `to_iter_dataset`: no thread pool.
+    """Return options for `to_iter_dataset` without a thread pool.
 
-    One thread reads faster than a host trains; and with pools (grain 0.2.18) two test runs in which iterators were
-    garbage collected hung, a thread waiting for a lock in `submit`.
+    One thread reads faster than a host trains. With pools (grain 0.2.18), two test runs hung when iterators were
+    garbage collected: a thread waited for a lock in `submit`.
     """
     grain = load("grain")
 
@@ -111,20 +113,20 @@ def read_in_caller() -> Any:
 
 
 def experimental() -> Any:
-    """Return what grain calls experimental. Importing it imports JAX."""
+    """Return grain's module `experimental`. Importing it imports JAX."""
     from jfsdp.compat import grain_experimental
 
     return grain_experimental()
 
 
 def prefetch(batches: Any, prefetch_batches: int) -> Any:
-    """Read so many batches ahead by one thread; 0 reads in the caller."""
+    """Return a dataset that reads `prefetch_batches` batches ahead in one thread; 0 reads in the caller."""
     return experimental().ThreadPrefetchIterDataset(batches, prefetch_buffer_size=prefetch_batches)
 
 
 def _tuples(state: Any) -> Any:
-    # JSON has no tuples, and grain (0.2.18, ConcatThenSplit) compares its "no remainder" slice with the tuple (-1, -1):
-    # given the list [-1, -1], it drops a document. To go when grain accepts its own state after JSON.
+    # JSON has no tuples, and grain (0.2.18, ConcatThenSplit) compares its "no remainder" slice with the tuple (-1, -1).
+    # With the list [-1, -1] it drops a document. Remove this when grain accepts its state after a JSON round trip.
     if isinstance(state, dict):
         return {key: _tuples(value) for key, value in state.items()}
     return tuple(_tuples(value) for value in state) if isinstance(state, list) else state

@@ -1,14 +1,14 @@
-"""Rows of a global batch that are the same however many processes read them.
+"""Global batches whose rows do not depend on the number of processes.
 
 [Note: lanes]
-Documents are dealt out to lanes, and each lane packs and shuffles its own. A batch of G rows takes G/L rows, one after
-the other, from each of L lanes. L follows from the data and from G alone, so the rows of a batch, and their order, do
-not depend on how many processes there are. A process reads the lanes that its own rows come from, and no others.
+Documents are distributed to lanes, and each lane packs and shuffles its documents. A batch of G rows takes G/L
+consecutive rows from each of L lanes. L depends only on the data and G, so the rows of a batch and their order do not
+depend on the number of processes. A process reads only the lanes that contain its rows.
 
-Lanes hold unequal numbers of tokens, and one with fewer begins its next epoch sooner. So a lane has at least
-`DOCUMENTS_PER_LANE` documents: fewer would be seen unequally often. With few documents there are thus fewer lanes than
-processes, several processes read the same one, and each keeps its own rows of it. MosaicML's StreamingDataset has the
-like in its canonical nodes.
+Lanes have different numbers of tokens, and shorter lanes begin their next epoch earlier. A lane has at least
+`DOCUMENTS_PER_LANE` documents, so that documents are read about equally often. With few documents there are fewer lanes
+than processes: several processes read the same lane, and each keeps its rows. The canonical nodes of MosaicML's
+StreamingDataset are similar.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ DOCUMENTS_PER_LANE = 1000
 
 
 def count_lanes(num_documents: int, num_rows: int) -> int:
-    """Return how many lanes a batch of so many rows takes its rows from: a divisor of that number."""
+    """Return the number of lanes for a batch of `num_rows` rows, a divisor of `num_rows`."""
     most = max(1, min(num_rows, num_documents // DOCUMENTS_PER_LANE))
     return next(count for count in range(most, 0, -1) if num_rows % count == 0)
 
 
 def batch_lanes(open_lane: Callable[[int], Iterable[Any]], num_lanes: int, num_rows: int, local_rows: range) -> Any:
-    """Return a grain dataset of a process's own rows of each batch, stacked by name.
+    """Return a grain dataset of a process's rows of each batch, stacked by name.
 
     Its state is `{"taken": batches, "lanes": {lane: [rows, state of the lane after them]}}`; see `join_lanes`.
 
     Args:
-      open_lane: starts the endless rows of a lane, dicts of arrays, as a grain dataset.
-      num_lanes, num_rows: L, which divides G, and G of [Note: lanes].
-      local_rows: which rows of 0..G-1 are the process's.
+      open_lane: `f(lane)` returns a grain dataset of the lane's endless rows, dicts of arrays.
+      num_lanes, num_rows: L and G of [Note: lanes]; L divides G.
+      local_rows: the process's rows of 0..G-1.
     """
     grain = load("grain")
     per_lane = num_rows // num_lanes
@@ -81,7 +81,7 @@ def batch_lanes(open_lane: Callable[[int], Iterable[Any]], num_lanes: int, num_r
 
 
 def join_lanes(positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the state for any process, of the states of all processes after the same batch."""
+    """Join the states of all processes after the same batch into a state for any process."""
     lanes: dict[str, Any] = {}
     for position in positions:
         for lane, found in position["lanes"].items():

@@ -1,15 +1,15 @@
-"""Messages and tools of records, of ShareGPT and Alpaca too: checked, and in the form that chat templates take.
+"""Messages and tools of records (OpenAI, ShareGPT, Alpaca), checked and converted for chat templates.
 
-[Note: whole] Nothing of a conversation is dropped silently. Two checks of each record find what a template leaves out:
+[Note: whole] No part of a conversation is dropped silently. Two checks of each record find omissions of a template:
 
-- Each content and each name of a tool, or of a call of one, is rendered once more with a mark at its end, in characters
-  that no text has. Each mark must be in the result. This finds messages of an unknown role, and tools that a template
-  ignores.
-- Each text of a trained answer (content, thoughts, calls and their arguments) must be whole in the characters that are
-  trained, and each content that is not an answer must be whole in the rendering. This finds contents of which a
-  template cuts a part. White space is not compared: templates strip it.
+- The conversation is rendered again with a mark at the end of each content, each name of a tool and each name of a
+  call. Marks consist of characters that texts do not contain. Every mark must be in the result. This finds messages of
+  an unknown role, and tools that a template ignores.
+- Each text of a trained answer (content, thoughts, calls and their arguments) must be complete in the trained
+  characters, and each other content in the rendering. This finds truncated contents. White space is not compared,
+  because templates strip it.
 
-A template may cut the thoughts of answers that are not trained: it writes the history so for the model too.
+A template may remove the thoughts of answers that are not trained, because it also does so in generation.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from typing import Any
 
 Message = Mapping[str, Any]
 
-# Names for the thoughts before an answer. Templates read the first, that of gpt-oss the second, as in transformers.
+# Fields for the thoughts before an answer. Templates use the first, and gpt-oss the second, as in transformers.
 _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-# Fields that need not be named in a template.
+# Fields that a template need not mention.
 OWN = frozenset(("role", "content", "weight", "train", *_THOUGHTS))
 
 # Senders of ShareGPT -> roles.
@@ -36,9 +36,9 @@ _ROLES = {
 
 
 def read_messages(messages: Any) -> list[Message]:
-    """Return messages whose contents are texts: text in parts is joined, and none next to calls of tools is empty.
+    """Return messages whose contents are texts. Text in parts is joined. Content may be missing next to tool calls.
 
-    A field that is null is left out: Arrow writes one for each field that another record has.
+    Fields that are null are removed: Arrow adds one for each field of other records.
 
     Raises:
       ValueError: if they are not messages.
@@ -62,37 +62,37 @@ def _read_message(message: Message, number: int) -> Message:
     if len(texts) < num_parts or any(one != str(thoughts[0]) for one in thoughts):
         raise ValueError(
             f"the content of message {number} is neither text nor a list of parts with text, or its thoughts "
-            f"({', '.join(_THOUGHTS)}) are not one text; write text there, or take the record out"
+            f"({', '.join(_THOUGHTS)}) are not one text; write text there, or remove the record"
         )
     return {**message, "content": "".join(texts)}
 
 
 def read_sharegpt(record: Mapping[str, Any]) -> list[Any]:
-    """Return the turns of `conversations`, `{"from", "value"}`, after what `system` holds.
+    """Return the messages of `system` and of `conversations`, whose turns are `{"from", "value"}`.
 
-    A value from "function_call" is JSON text with the name and the arguments of a call, or a list of these. A turn that
-    already has a role is a message.
+    A value from "function_call" is JSON text with the name and the arguments of a call, or a list of these. A turn with
+    a role is a message.
 
     Raises:
-      ValueError: if a turn is from an unknown name, or a call is not JSON.
+      ValueError: if a sender is unknown, or a call is not JSON.
     """
     turns = record["conversations"]
     if not isinstance(turns, list):
-        raise ValueError("its field conversations is not a list; write a list of turns, or rename the field")
+        raise ValueError("field conversations is not a list; write a list of turns, or rename the field")
     return [*_system(record), *(_read_turn(turn, number) for number, turn in enumerate(turns, 1))]
 
 
 def read_alpaca(record: Mapping[str, Any]) -> list[Any]:
-    """Return `instruction`, with `input` in further lines, and `output`, after what `system` and `history` hold.
+    """Return the messages of `system`, `history`, `instruction` (with `input` in further lines) and `output`.
 
     Raises:
       ValueError: if `history` is not a list of pairs, or `instruction` or `input` is not text.
     """
     instruction, more, history = record["instruction"], record.get("input") or "", record.get("history") or []
     if not isinstance(instruction, str) or not isinstance(more, str):
-        raise ValueError("its fields instruction and input are not both texts; write text there")
+        raise ValueError("fields instruction and input are not both texts; write text there")
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
-        raise ValueError('its field history is not a list of pairs; write [["question", "answer"], ...]')
+        raise ValueError('field history is not a list of pairs; write [["question", "answer"], ...]')
     pairs = [*history, (f"{instruction}\n{more}" if more else instruction, record["output"])]
     texts = [text for pair in pairs for text in pair]
     return [*_system(record), *({"role": ("user", "assistant")[at % 2], "content": x} for at, x in enumerate(texts))]
@@ -114,13 +114,15 @@ def _read_turn(turn: Any, number: int) -> Any:
     try:
         calls = json.loads(str(value))
     except ValueError as error:
-        raise ValueError(f"turn {number} is from 'function_call', and its value is not JSON ({error})") from error
+        raise ValueError(
+            f"turn {number} is from 'function_call', but its value is not JSON ({error}); write the call as JSON"
+        ) from error
     functions = [{"type": "function", "function": one} for one in (calls if isinstance(calls, list) else [calls])]
     return {**rest, "role": "assistant", "tool_calls": functions}
 
 
 def read_tools(tools: Any) -> list[Any] | None:
-    """Return the tools of a record, which may be JSON text; None: it has none.
+    """Return the tools of a record, a list or its JSON text; None if there are none.
 
     Raises:
       ValueError: if they are not a list of objects.
@@ -131,28 +133,28 @@ def read_tools(tools: Any) -> list[Any] | None:
     if tools is None or (isinstance(tools, list) and all(isinstance(one, Mapping) for one in tools)):
         return tools
     raise ValueError(
-        "its field tools is neither a list of objects nor the JSON text of one; write each tool as OpenAI does, "
+        "field tools is neither a list of objects nor the JSON text of one; write each tool as OpenAI does, "
         '[{"type": "function", "function": {"name": "...", "parameters": {...}}}]'
     )
 
 
 def is_trained(message: Message, number: int) -> bool:
-    """Tell whether a message is an answer to train on.
+    """Whether to train on a message.
 
     Raises:
-      ValueError: if its `weight` is neither 0 nor 1, or its `train` not a truth value, or true of another role.
+      ValueError: if its `weight` or `train` is neither 0 nor 1, or `train` is true for a role other than assistant.
     """
     weights = {name: message.get(name, 1) for name in ("weight", "train")}
     for name, weight in weights.items():
         if weight not in (0, 1):
-            raise ValueError(f"message {number} has {name} {weight!r}; it may be 0 or false (not trained), 1 or true")
+            raise ValueError(f"message {number} has {name} {weight!r}; use 0 or false (not trained), or 1 or true")
     if message.get("train") and message["role"] != "assistant":
-        raise ValueError(f"message {number} has train true, and role {message['role']!r}; only answers are trained")
+        raise ValueError(f"message {number} has train true, but role {message['role']!r}; only answers are trained")
     return message["role"] == "assistant" and all(weights.values())
 
 
 def calls_of(message: Message) -> list[Any]:
-    """Return the calls of tools in a message.
+    """Return the tool calls of a message.
 
     Raises:
       ValueError: if they are not objects with a function.
@@ -167,10 +169,10 @@ def calls_of(message: Message) -> list[Any]:
 
 
 def with_arguments(messages: list[Message], *, as_text: bool) -> list[Message]:
-    """Return messages with the arguments of calls as a template takes them: as JSON text, or as objects.
+    """Return messages with the arguments of tool calls as JSON text or as objects, depending on the template.
 
     Raises:
-      ValueError: if they are neither.
+      ValueError: if arguments are neither.
     """
 
     def convert(call: Any, number: int) -> Any:
@@ -179,7 +181,7 @@ def with_arguments(messages: list[Message], *, as_text: bool) -> list[Message]:
         with contextlib.suppress(ValueError):
             parsed = json.loads(given or "{}") if isinstance(given, str) else given
         if not isinstance(parsed, Mapping | None):
-            raise ValueError(f"message {number} has a call whose arguments are not a JSON object; write them as one")
+            raise ValueError(f"message {number} has a call whose arguments are not a JSON object; write an object")
         text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
         given = {} if given is None else {"arguments": text if as_text else parsed}
         return {**call, "function": {**call["function"], **given}}
@@ -189,14 +191,14 @@ def with_arguments(messages: list[Message], *, as_text: bool) -> list[Message]:
 
 
 def texts_of(content: Any) -> list[str]:
-    """Return the texts of a content: itself, or those of its parts."""
+    """Return the texts of a content: the content, or the texts of its parts."""
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     return [text for text in texts if isinstance(text, str)]
 
 
 def strings_of(value: Any) -> Iterator[str]:
-    """Yield all texts inside of JSON, keys too."""
+    """Yield all texts of a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -206,11 +208,11 @@ def strings_of(value: Any) -> Iterator[str]:
 
 
 def find_cut(message: Message, written: str, before: str) -> str | None:
-    """Return the field of an answer that is not in the text as a whole; None: all are. See [Note: whole].
+    """Return a field of an answer that is incomplete in the text; None if all are complete. See [Note: whole].
 
     Args:
       written: the trained text.
-      before: what the prompt for it ends with: thoughts may begin there.
+      before: the end of its prompt, where thoughts may begin.
     """
     calls = [[call["function"]["name"], call["function"].get("arguments")] for call in calls_of(message)]
     parts = [(name, message.get(name, "")) for name in ("content", "reasoning_content")]
@@ -228,7 +230,7 @@ def _squeeze(text: str) -> str:
 
 
 def marked(messages: Sequence[Message], tools: Any) -> tuple[list[Message], Any, dict[str, str]]:
-    """Return the same with marks, and what each mark is at the end of; see [Note: whole]."""
+    """Return messages and tools with marks, and a description of each mark's place; see [Note: whole]."""
     marks: dict[str, str] = {}
 
     def mark(text: str, what: str) -> str:

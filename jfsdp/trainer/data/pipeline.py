@@ -1,4 +1,4 @@
-"""Documents to batches: shuffle, share out, pack, batch, prefetch; with a state that can be saved and restored.
+"""Iterators over batches of documents: shuffling, sharding, packing, batching, prefetch, with a saved position.
 
 [Note: batches of tokens] Arrays [B T]:
 
@@ -8,8 +8,8 @@
     positions    int32    from 0 in every segment of a row
     weights      float32  1 where the target is trained, 0 elsewhere and in padding
 
-Of choices between two answers: tokens, targets and weights [B 2 T], the chosen answer first, each with its prompt
-before it and padding behind it; and index int32 [B], which document of `TokenData` it is.
+For pairs of answers: tokens, targets and weights [B 2 T], the chosen answer first, each as prompt, answer, padding; and
+index int32 [B], the document number.
 """
 
 from __future__ import annotations
@@ -32,22 +32,21 @@ def make_train_iterator(
 ) -> DataIterator:
     """Return an endless iterator over this process's rows of the training batches.
 
-    The rows of all processes together are the same for any number of them that shares the global batch; see
-    [Note: lanes]. Each epoch of a lane has its own order, drawn from `seed`, and every document is in exactly one lane
-    in it. Of several sources each has its own order and epochs, and documents are taken from them by their weights.
+    The global batches do not depend on the number of processes; see [Note: lanes]. Each epoch of a lane is shuffled
+    with another seed derived from `seed`, and every document is in one lane. Several sources have separate orders and
+    epochs, and are mixed by their weights.
 
-    Rows cut from one document would otherwise follow each other, so that a batch is one topic: the rows of a window are
-    shuffled again.
+    Rows are shuffled again within a window. Otherwise consecutive rows would come from the same document.
 
-    Memory: the batches read ahead; of each lane read, one document and its part of `shuffle_rows` rows as pairs, 16
-      bytes per token, and of records the `OPEN_ROWS` that are being filled.
+    Memory: the prefetched batches; per lane one document and its part of `shuffle_rows` rows as pairs, 16 bytes per
+      token; for records also `OPEN_ROWS` rows.
 
     Args:
       data: from `open_data`.
       batch_size: rows per batch of *this process*.
-      process_index: which share; processes that hold the same rows of the batch (tensor parallelism) pass the same one.
+      process_index: number of the share. Processes with the same rows (tensor parallelism) pass the same number.
       process_count: number of shares.
-      prefetch_batches: how many are read ahead by one thread; 0 reads in the caller. No influence on the batches.
+      prefetch_batches: batches read ahead in one thread; 0 reads in the caller. The batches do not depend on it.
     """
     grain, config, num_rows = load("grain"), data.config, batch_size * process_count
     sources = [source.shuffle(seed=config.seed) for source in _sources(data.train, data.form)]
@@ -68,7 +67,7 @@ def make_train_iterator(
 
 
 def make_eval_iterator(data: TokenData, **share: int) -> DataIterator:
-    """Return an iterator that passes once over the held-out documents; see `make_pass_iterator`.
+    """Return an iterator over the held-out documents, once; see `make_pass_iterator`.
 
     Raises:
       ValueError: if no documents are held out.
@@ -87,11 +86,13 @@ def make_pass_iterator(
     process_count: int = 1,
     prefetch_batches: int = 2,
 ) -> DataIterator:
-    """Return an iterator that passes once over documents of `data`, in the order of the corpus.
+    """Return an iterator over documents of `data`, once, in the order of the corpus.
 
-    Every process packs the same rows and takes its part of each global batch: so all have equally many batches
-    (processes that run a step together must), and the rows do not depend on the number of processes. The last batch is
-    filled with rows of weight 0. The price is that every process reads all of them.
+    Every process packs all rows and takes its part of each global batch. So all processes have the same number of
+    batches, as a step requires, and rows do not depend on the number of processes. The last batch is padded with rows
+    of weight 0.
+
+    Cost: every process reads all documents.
 
     Args: as for `make_train_iterator`.
     """
@@ -100,14 +101,14 @@ def make_pass_iterator(
     global_size = batch_size * process_count
     rows = _pack(sources[0] if len(sources) == 1 else grain.MapDataset.concatenate(sources), data)
     pad = functools.partial(experimental().batch_and_pad, batch_size=global_size)
-    mine = slice(process_index * batch_size, (process_index + 1) * batch_size)
-    to_batch = functools.partial(_to_batch, cross_documents=data.config.cross_documents, rows=mine)
+    local_rows = slice(process_index * batch_size, (process_index + 1) * batch_size)
+    to_batch = functools.partial(_to_batch, cross_documents=data.config.cross_documents, rows=local_rows)
     stream = _describe(data, "eval", global_size)
     return DataIterator(prefetch(rows.batch(global_size, batch_fn=pad).map(to_batch), prefetch_batches), stream)
 
 
 def _sources(documents: Joined, form: str) -> list[Any]:
-    """Return the documents of each source as a grain dataset: dicts of `pairs`, and of choices their number `index`."""
+    """Return a grain dataset of each source's documents: dicts of `pairs`, and for pairs of answers `index`."""
     grain = load("grain")
 
     def open_part(part: Documents) -> Any:
@@ -121,7 +122,7 @@ def _sources(documents: Joined, form: str) -> list[Any]:
 
 
 def _pack(documents: Any, data: TokenData) -> Any:
-    """Fill rows of `seq_len` pairs: texts are cut where rows end, answers are not, and choices are rows already."""
+    """Pack documents into rows of `seq_len` pairs. Texts are cut at the end of a row. Records are kept whole."""
     config = data.config
     if data.form == "pairs":
         return documents.to_iter_dataset(read_in_caller())
@@ -132,9 +133,9 @@ OPEN_ROWS = 32
 
 
 def _fit(documents: Any, config: DataConfig) -> Any:
-    """Put each document whole into the first of `OPEN_ROWS` rows that has room for it (first fit).
+    """Put each document whole into the first of `OPEN_ROWS` rows with enough space (first fit).
 
-    Texts beside answers may be longer than a row: they are cut, and nothing of them is left out.
+    Texts that are mixed with records may be longer than a row; they are cut into several parts.
     """
     most = None if config.documents_per_row is None else config.documents_per_row - 1  # padding counts as one
     return experimental().FirstFitPackIterDataset(
@@ -148,7 +149,7 @@ def _fit(documents: Any, config: DataConfig) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class _Cut:
-    """Cuts a document into parts of at most so many pairs, each of which begins anew."""
+    """Cuts a document into parts of at most `size` pairs, each with a separate segment."""
 
     size: int
 
@@ -161,12 +162,12 @@ class _Cut:
 
 
 def _concatenate(documents: Any, config: DataConfig) -> Any:
-    """Lay documents end to end and cut the stream into rows of `seq_len` pairs, of a bounded number of documents.
+    """Concatenate documents and cut the stream into rows of `seq_len` pairs, with a bounded number of documents.
 
-    grain's concat-then-split does exactly this for one feature, padding only the last row of a finite stream, and its
-    state is a document number and a place in it. Its own positions and segment ids (one per element) would do for text,
-    but a piece of a token file holds many documents: `_to_batch` takes both from the START column instead. First-fit
-    packing was not taken: it pads rows, and leaves the cutting of long documents to others.
+    grain's concat-then-split does this for one feature, pads only the last row of a finite stream, and its state is a
+    document number and an offset. Its positions and segment ids count elements, but a piece of a token file has many
+    documents, so `_to_batch` computes both from the START column. First-fit packing is not used for text, because it
+    pads rows and does not cut long documents.
     """
     elements = documents.to_iter_dataset(read_in_caller())
     if config.documents_per_row is not None and not config.cross_documents:
@@ -175,14 +176,17 @@ def _concatenate(documents: Any, config: DataConfig) -> Any:
 
 
 class RowEnds:
-    """Where in a row a stream of pairs is, and how many documents the row holds so far.
+    """Pads rows of a stream of pairs so that none has more than `most` documents.
 
-    A row that holds all but one of the documents that it may is filled with padding where another would begin. Padding
-    counts as a document: attention needs every token to be in one.
+    A row with `most` - 1 documents is padded when another document begins. Padding counts as a document, because
+    attention needs a segment for every token.
 
     Args:
       seq_len: pairs of a row.
-      most: documents of a row, at least 2.
+      most: largest number of documents of a row, at least 2.
+
+    Attributes:
+      place, documents: position in the current row, and its number of documents so far.
     """
 
     def __init__(self, seq_len: int, most: int):
@@ -190,7 +194,7 @@ class RowEnds:
         self.place, self.documents = 0, 0
 
     def fill(self, pairs: np.ndarray) -> np.ndarray:
-        """Return pairs [n 4], the next of the stream, with padding where rows are to end."""
+        """Return the next pairs of the stream, [n 4], with padding inserted."""
         begins = np.flatnonzero(pairs[:, START] > 0)
         pieces = np.split(pairs, begins[begins > 0])
         return np.concatenate([part for piece in pieces for part in self._place(piece)])
@@ -204,13 +208,13 @@ class RowEnds:
         self.documents = self.documents + 1 if self.place else 1
         self.place += len(piece)
         if self.place > self.seq_len:
-            self.documents = 1  # the rest of the same one
+            self.documents = 1  # the rest of the same document
         self.place %= self.seq_len
         return parts
 
 
 def _end_rows(elements: Any, seq_len: int, most: int) -> Any:
-    """Fill rows of a grain dataset of `pairs` so that none holds more than `most` documents; see `RowEnds`."""
+    """Pad the rows of a grain dataset of `pairs` so that none has more than `most` documents; see `RowEnds`."""
     grain = load("grain")
 
     class Iterator(grain.DatasetIterator):
@@ -244,7 +248,7 @@ def _shuffle_rows(rows: Any, config: DataConfig, lane: int, num_lanes: int) -> A
 
 
 def _to_batch(given: Batch, *, cross_documents: bool, rows: slice = slice(None)) -> Batch:
-    """Split pairs [B T 4], or [B 2 T 4] of choices, into the arrays of [Note: batches of tokens]."""
+    """Split pairs [B T 4], or [B 2 T 4] for pairs of answers, into the arrays of [Note: batches of tokens]."""
     pairs = given["pairs"][rows]
     if "index" in given:
         is_real = pairs[..., START] != PADDING
@@ -266,7 +270,7 @@ def _to_batch(given: Batch, *, cross_documents: bool, rows: slice = slice(None))
 
 
 def _describe(data: TokenData, split: str, global_batch: int) -> dict[str, Any]:
-    """Return all that the order and content of the batches depend on."""
+    """Return all settings that decide the order and content of the batches."""
     config = data.config
     names = ("seq_len", "max_document_bytes", "cross_documents", "eval_fraction", "split_seed", "seed", "shuffle_rows")
     return {

@@ -1,4 +1,4 @@
-"""Binary token files: raw little-endian uint16 or uint32 ids, one after another."""
+"""Binary token files: consecutive little-endian uint16 or uint32 ids."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _CHECKED_BYTES = 1 << 20
 
 @dataclasses.dataclass(frozen=True)
 class TokenFormat:
-    """How to read a token file.
+    """The format of a token file.
 
     Attributes:
       dtype: numpy dtype string, little-endian.
-      eod_id: the id that stands between documents; None: unknown, the file is one stream.
-      vocab_size: one more than the largest id the file may hold; None: unknown.
+      eod_id: id between documents; None: unknown, the file is one stream.
+      vocab_size: upper bound of the ids; None: unknown.
     """
 
     dtype: str
@@ -34,40 +34,39 @@ def read_token_format(path: Path) -> TokenFormat:
     The sidecar is a JSON object with "dtype" ("uint16" or "uint32") and, if known, "eod_id" and "vocab_size".
 
     Raises:
-      ValueError: if there is no such object, its dtype is neither of the two, or the dtype does not hold its
-        end-of-document id.
+      ValueError: if there is no such object, its dtype is neither of the two, or the end-of-document id exceeds it.
     """
     sidecar = path.with_name(path.name + ".json")
     fields = _read_sidecar(sidecar) if sidecar.exists() else {}
     dtype, eod_id = fields.get("dtype"), fields.get("eod_id")
     if dtype not in _DTYPES:
         raise ValueError(
-            f"{path}: the dtype of its tokens is {dtype or 'not known'}; write "
+            f"{path}: the dtype of its tokens is {dtype or 'unknown'}; write "
             f'{{"dtype": "uint16", "eod_id": ID}} (or uint32) to {sidecar.name} next to it'
         )
     most = np.iinfo(_DTYPES[dtype]).max
     if eod_id is not None and not 0 <= eod_id <= most:
-        raise ValueError(f"{sidecar}: eod_id={eod_id} must be an id of its tokens, from 0 to {most:,}")
+        raise ValueError(f"{sidecar}: eod_id={eod_id} must be an id of {dtype}, from 0 to {most:,}")
     return TokenFormat(_DTYPES[dtype], eod_id, fields.get("vocab_size"))
 
 
 def index_token_file(path: Path, token_format: TokenFormat, limit: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return offsets and lengths, in tokens, of pieces of at most `limit` bytes, and a checksum of size and ends.
+    """Return offsets and lengths, in tokens, of pieces of at most `limit` bytes, and a checksum of both ends.
 
-    The last token of the file is nobody's input: a piece is read with one more token as the target of its last.
+    The last token of the file is only a target: a piece is read with the next token, the target of its last input.
 
     Raises:
-      ValueError: if the file size is not a multiple of the token size, or it holds fewer than two tokens.
+      ValueError: if the file size is not a multiple of the token size, or the file has fewer than two tokens.
     """
     num_bytes, itemsize = path.stat().st_size, np.dtype(token_format.dtype).itemsize
     if num_bytes % itemsize:
         raise ValueError(
-            f"{path}: {num_bytes} bytes are not a multiple of the {itemsize} bytes of one token; the file was cut "
-            "short, or the dtype in its sidecar is wrong"
+            f"{path}: {num_bytes} bytes are not a multiple of the {itemsize} bytes of a token; copy a truncated file "
+            "again, or correct the dtype in its sidecar"
         )
     num_inputs, piece = num_bytes // itemsize - 1, limit // itemsize
     if num_inputs < 1:
-        raise ValueError(f"{path}: holds {num_inputs + 1} token; at least two are needed to predict one from another")
+        raise ValueError(f"{path}: has {num_inputs + 1} token, but training needs at least two; remove the file")
     offsets = np.arange(0, num_inputs, piece, dtype=np.int64)
     return offsets, np.minimum(piece, num_inputs - offsets), _checksum_of_ends(path, num_bytes)
 
@@ -77,7 +76,10 @@ def read_tokens(path: Path, token_format: TokenFormat, offset: int, length: int)
     itemsize = np.dtype(token_format.dtype).itemsize
     tokens = np.fromfile(path, token_format.dtype, count=length + 1, offset=offset * itemsize)
     if len(tokens) != length + 1:
-        raise ValueError(f"{path}: ends before token {offset + length}; it changed since the corpus was opened")
+        raise ValueError(
+            f"{path}: ends before token {offset + length}, because it changed since the corpus was opened; restore it, "
+            "or open the corpus again"
+        )
     return tokens.astype(np.int64)
 
 

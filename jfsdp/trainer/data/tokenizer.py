@@ -1,4 +1,4 @@
-"""Turn text into token ids: bytes by default, or a Hugging Face `tokenizer.json`."""
+"""Tokenizers: bytes, or a Hugging Face `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ import numpy as np
 from jfsdp.checkpoint.disk.paths import existing_path
 from jfsdp.extras import load
 
-# The end-of-document token of a tokenizer.json is the first of these that it holds, else `eos_token` of its
-# configuration, unless `eod_token` names another.
+# The end-of-document token of a tokenizer.json is the first of these in its vocabulary, else `eos_token` of its
+# configuration. `eod_token` overrides it.
 END_OF_DOCUMENT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]", "<|im_end|>")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes of the text in UTF-8, 256 stands between documents.
+    """Tokenizer whose ids 0..255 are the bytes of the UTF-8 text. Id 256 separates documents.
 
     Attributes:
-      name: identity, written into iterator states; equal names must mean equal ids for equal text.
-      vocab_size: one more than the largest id.
-      eod_id: the id that stands between documents.
-      start_ids: int32 [n], what a text begins with: the tokens that the tokenizer itself puts before one (Llama's BOS),
-        else the one between documents.
-      special_tokens: ids by the text that stands for them, such as "<|im_end|>".
+      name: identity in iterator states; equal names must mean equal ids for equal text.
+      vocab_size: largest id + 1.
+      eod_id: id between documents.
+      start_ids: int32 [n], ids before a text: the tokens that the tokenizer adds (Llama's BOS), or else `eod_id`.
+      special_tokens: ids by text, such as "<|im_end|>".
     """
 
     name = "byte"
@@ -40,15 +39,15 @@ class ByteTokenizer:
     special_tokens: Mapping[str, int] = MappingProxyType({})
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Raise: bytes have no special token that could end a turn."""
-        raise ValueError("conversations need a tokenizer.json with special tokens; bytes have none (--tokenizer PATH)")
+        """Raise an error, because bytes have no special token to end a turn."""
+        raise ValueError("conversations need special tokens, but bytes have none; give a tokenizer.json by --tokenizer")
 
     def encode(self, text: str) -> np.ndarray:
         """Return the UTF-8 bytes of `text` as int32 [n]."""
         return np.frombuffer(as_text(text).encode("utf-8"), np.uint8).astype(np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
-        """Return the text; bytes that are no UTF-8 become U+FFFD. What ends documents is left out, or "<eod>"."""
+        """Return the text; invalid UTF-8 becomes U+FFFD. `eod_id` is omitted, or "<eod>" with `special`."""
         ids = np.asarray(ids)
         if special:
             parts = np.split(ids, np.flatnonzero(ids == self.eod_id))
@@ -57,37 +56,35 @@ class ByteTokenizer:
 
 
 class HuggingFaceTokenizer:
-    """A `tokenizer.json`. Attributes: as of `ByteTokenizer`."""
+    """Tokenizer of a `tokenizer.json`, with the attributes of `ByteTokenizer`."""
 
     def __init__(self, tokenizer: Any, eod_id: int, name: str):
         self._tokenizer = tokenizer
         self.eod_id = eod_id
         self.name = name
-        # Not get_vocab_size(): ids may have holes.
+        # Not get_vocab_size(), because ids may have gaps.
         self.vocab_size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
         added = tokenizer.get_added_tokens_decoder().items()
         self.special_tokens: Mapping[str, int] = {token.content: id for id, token in added if token.special}
         special = set(self.special_tokens.values())
         first = list(itertools.takewhile(special.__contains__, tokenizer.encode("a").ids))
         self.start_ids = np.array(first or [eod_id], np.int32)
-        # Which reads special tokens in the text, and whose tokens of white space have offsets too.
+        # Parses special tokens in the text, and gives offsets to tokens of white space.
         self._parsing = type(tokenizer).from_str(
             tokenizer.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
         )
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return ids int32 [n] of what a chat template wrote, special tokens among them, and the characters of each:
-        int [n 2], from and to.
-        """
+        """Return ids int32 [n] of a rendered chat, with its special tokens, and character offsets int [n 2]."""
         found = self._parsing.encode(as_text(text), add_special_tokens=False)
         return np.array(found.ids, np.int32), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the ids of `text` as int32 [n], without any special token."""
+        """Return the ids of `text` as int32 [n], without special tokens."""
         return np.array(self._tokenizer.encode(as_text(text), add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, special: bool = False) -> str:
-        """Return the text of `ids`; `special`: with that of special tokens."""
+        """Return the text of `ids`; with `special`, including special tokens."""
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
 
 
@@ -95,20 +92,20 @@ Tokenizer = ByteTokenizer | HuggingFaceTokenizer
 
 
 def as_text(text: str) -> str:
-    """Return a string as text: a lone surrogate, which JSON may hold, has no UTF-8, and becomes "?"."""
+    """Replace lone surrogates, which JSON may contain and UTF-8 cannot encode, by "?"."""
     return text if text.isascii() else text.encode("utf-8", errors="replace").decode("utf-8")
 
 
 def load_tokenizer(tokenizer: str = "byte", *, eod_token: str | None = None) -> Tokenizer:
-    """Return the tokenizer named on a command line.
+    """Load a tokenizer by name or path.
 
-    Special tokens written out in a document ("<|endoftext|>" in a text about tokenizers) are encoded as ordinary text,
-    so that no document can forge a boundary.
+    The text of a special token in a document ("<|endoftext|>" in a text about tokenizers) is encoded as ordinary text,
+    so that documents cannot forge boundaries.
 
     Args:
       tokenizer: "byte", or the path of a `tokenizer.json` of the Hugging Face `tokenizers` library (or its directory).
-      eod_token: the token of the file that ends a document; default: the first of `END_OF_DOCUMENT_TOKENS` it holds,
-        or the `eos_token` in the `tokenizer_config.json` next to it.
+      eod_token: token that ends a document; None: the first of `END_OF_DOCUMENT_TOKENS` in the vocabulary, or the
+        `eos_token` of the `tokenizer_config.json` in the same directory.
 
     Raises:
       ValueError: if the file is missing or not a tokenizer, or has no end-of-document token.
@@ -133,18 +130,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     try:
         stated = json.loads(path.read_bytes()) if path.exists() else {}
     except ValueError as error:
-        raise ValueError(f"{path}: is not JSON ({error}); take it anew from where the tokenizer is from") from error
+        raise ValueError(f"{path}: is not JSON ({error}); copy it again from the tokenizer's source") from error
     return stated if isinstance(stated, dict) else {}
 
 
 def read_special_tokens(directory: Path) -> dict[str, str]:
-    """Return the special tokens that the configuration names, by the names that chat templates use."""
+    """Return the special tokens of the tokenizer's configuration, by their names in chat templates."""
     stated = {name: token for name, token in read_config(directory).items() if name in _SPECIAL and token}
     return {name: token["content"] if isinstance(token, dict) else str(token) for name, token in stated.items()}
 
 
 def read_tokenizer(tokenizer: str) -> tuple[Any, Path, bytes]:
-    """Read a `tokenizer.json`, or the one in a directory; return the library's tokenizer, its path and its bytes.
+    """Read a `tokenizer.json`, or the one in a directory. Return the library's tokenizer, its path and its bytes.
 
     Raises:
       ValueError: if the file is missing or not a tokenizer.
@@ -156,7 +153,7 @@ def read_tokenizer(tokenizer: str) -> tuple[Any, Path, bytes]:
         loaded = tokenizers.Tokenizer.from_buffer(content)
     except OSError as error:
         raise ValueError(
-            f"tokenizer {str(path)!r}: {error.strerror}; name a tokenizer.json by --tokenizer PATH, or byte"
+            f"tokenizer {str(path)!r}: {error.strerror}; pass a tokenizer.json by --tokenizer PATH, or byte"
         ) from error
     except Exception as error:  # the library raises plain Exception and ValueError
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The data of a run as tokens: their sources, their tokenizer, and the split into training and held-out documents."""
+"""Tokenized data of a run: sources, tokenizer, and the split into training and held-out documents."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ MAX_SHUFFLED_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") //
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """What to train on: plain fields, made for a command line.
+    """Options of the data.
 
     Attributes:
-      data: "stdlib" (Python's own sources), a directory, a file, or a glob; see `open_corpus` for what files may hold.
-        Or several of these with weights, "a.jsonl:0.7,b.jsonl:0.3": of ten documents seven are then of the first.
-      seq_len: tokens per example, T.
+      data: "stdlib" (Python's own sources), a directory, a file, or a glob; see `open_corpus` for formats of files. Or
+        several of these with weights: with "a.jsonl:0.7,b.jsonl:0.3", 7 of 10 documents are from the first.
+      seq_len: tokens per row, T.
       tokenizer: "byte", or the path of a `tokenizer.json`. Token files (`*.bin`) ignore it.
       eod_token: end-of-document token of the tokenizer.json; default: see `load_tokenizer`.
-      text_field: field of a JSONL object that holds the text; None: what a record is, is found by looking (`FORMS`).
-      max_document_bytes: files longer than this are cut into pieces.
-      eval_fraction: share of the documents held out; 0 holds out none.
-      split_seed: chooses which; apart from `seed`, so that runs with other seeds share the held-out text.
-      cross_documents: False: a token sees its own document only. True: a row is one segment of the concatenated stream.
-      seed: the order of documents and rows.
-      documents_per_row: the most documents of a row, its padding included; the row is padded where it would hold more.
-        None: any number. Means nothing where documents are crossed.
-      shuffle_rows: rows of a training window that are shuffled among themselves; 0 keeps those of a document together.
-      chat_template: a file with the template of conversations, or the name of one of the tokenizer's; None: its own.
-      answers: "all" or "last": which of the assistant's messages in a conversation are trained.
+      text_field: field of a JSONL object that contains the text; None: the fields decide the form (`FORMS`).
+      max_document_bytes: length above which files are cut into pieces.
+      eval_fraction: fraction of the documents to hold out.
+      split_seed: seed of the split. It differs from `seed`, so that runs with other seeds have the same held-out text.
+      cross_documents: False: a token attends only to its document. True: a row is one segment of the concatenated
+        stream.
+      seed: seed of the order of documents and rows.
+      documents_per_row: largest number of documents of a row, including padding; the row is padded instead of another
+        document. None: no limit. Has no effect with `cross_documents`.
+      shuffle_rows: window in which training rows are shuffled; 0: consecutive rows of a document stay together.
+      chat_template: file of the chat template, or the name of one of the tokenizer's; None: the tokenizer's.
+      answers: "all" or "last": the assistant's messages to train on.
     """
 
     data: str
@@ -61,7 +62,7 @@ class DataConfig:
 
     def __post_init__(self):
         if not self.data:
-            raise ValueError("data='': names nothing; give a directory, a file or a glob")
+            raise ValueError("data='': is empty; give a directory, a file or a glob")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction={self.eval_fraction}: must be at least 0 and below 1")
         if self.documents_per_row is not None and self.documents_per_row < 2:
@@ -79,18 +80,18 @@ class DataConfig:
 
 @dataclasses.dataclass(frozen=True)
 class TokenData:
-    """A tokenized corpus, or several, split in two.
+    """Tokenized documents of one or several sources, split for training and evaluation.
 
     Attributes:
-      config: what it was opened with.
-      found: files and documents found and skipped, a line of each source; print it.
+      config: its configuration.
+      found: counts of files and documents, one line per source, to print.
       tokenizer: None for token files.
-      train: documents to train on.
+      train: training documents.
       eval: held-out documents; empty if `eval_fraction` is 0.
-      weights: how many of the documents trained on are of each of `train.parts`, as parts of 1.
-      form: of all of them: "pairs" for choices between two answers, "text" for text alone, else "answers".
-      digest: hash over the contents of the corpus.
-      encoding: what the ids mean: the name of the tokenizer, or the format of the token files.
+      weights: fraction of training documents from each of `train.parts`.
+      form: "pairs" for pairs of answers, "text" if all sources are texts, else "answers".
+      digest: hash of the contents of all sources.
+      encoding: meaning of the ids: the name of the tokenizer, or the format of the token files.
       has_conversations: whether a chat template was needed.
       has_records: whether a file is JSONL.
     """
@@ -108,10 +109,10 @@ class TokenData:
     has_records: bool
 
     def check_used(self, names: Collection[str] | None = None) -> None:
-        """Refuse options that mean nothing for these data.
+        """Check that no option is set that has no effect on these data.
 
         Args:
-          names: of the options to look at; None: all.
+          names: options to check; None: all.
 
         Raises:
           ValueError: naming the option.
@@ -126,28 +127,28 @@ class TokenData:
         for name in uses if names is None else names:
             (what, is_there), value = uses[name], getattr(self.config, name)
             if not is_there and value != getattr(DataConfig, name):
-                raise ValueError(f"{name}={value!r} is for {what}, and the data have none; leave it out")
+                raise ValueError(f"{name}={value!r} is for {what}, but the data have none; leave it out")
 
 
 def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData:
-    """Open a corpus or several, their tokenizer and their split.
+    """Open the sources of data, with their tokenizer and their split.
 
-    The split is by document (a piece, where a file was cut): held out are of each source those `round(eval_fraction *
-    n)`, at least one, whose hash of path, offset and `split_seed` is smallest. It depends on nothing else, so it is the
-    same in every process. The path is relative to the source: a corpus may move.
+    The split is by document (or piece of a file). Of each source, the `round(eval_fraction * n)` documents, at least
+    one, with the smallest hash of path, offset and `split_seed` are held out. It depends on nothing else, so it is
+    equal in every process. The path is relative to the source, so a corpus may move.
 
-    Records of conversations, completions and choices are all read once, so that what cannot be trained on shows now,
-    and what is cut or left out is said; see `Survey`.
+    All records of conversations, completions and pairs are read once to find invalid ones, and to count truncated and
+    omitted ones; see `Survey`.
 
     Cost: see `open_corpus`; records are also rendered and tokenized. Moves no data to devices.
 
     Args:
       config: see `DataConfig`.
-      vocab_size: of the model; ids that do not fit it raise, at once for a tokenizer, when read for token files.
+      vocab_size: the model's number of ids. A tokenizer with larger ids raises here, a token file when it is read.
 
     Raises:
-      ValueError: see `open_corpus`, `load_tokenizer`, `Examples.encode`; if the tokenizer has more ids than the model,
-        sources do not go together, or there are too few documents to hold one out.
+      ValueError: as `open_corpus`, `load_tokenizer` and `Examples.encode`; if the tokenizer has more ids than the
+        model, sources cannot be combined, or there are too few documents to hold one out.
     """
     sources = split_sources(config.data)
     options = {"text_field": config.text_field, "max_document_bytes": config.max_document_bytes}
@@ -164,7 +165,7 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
             has_conversations |= examples.has_conversations
         train, evaluated = (documents.only(part[kept[part]]) for part in _split(corpus, config, source))
         if not len(train):
-            raise ValueError(f"data {source!r}: of its {len(corpus)} documents none is left to train on; {line}")
+            raise ValueError(f"data {source!r}: none of its {len(corpus)} documents is left to train on; {line}")
         found, trained, held_out = [*found, line], [*trained, train], [*held_out, evaluated]
         first += len(corpus)
     total = sum(weight for _, weight in sources)
@@ -185,7 +186,7 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
 
 
 def split_sources(data: str) -> list[tuple[str, float]]:
-    """Return the sources that `data` names, and the weight of each: "a.jsonl:0.7,b.jsonl:0.3", or one alone.
+    """Return the sources of `data` with their weights: "a.jsonl:0.7,b.jsonl:0.3", or one source without a weight.
 
     Raises:
       ValueError: for a weight that is not positive.
@@ -209,11 +210,11 @@ def _weight(text: str, data: str) -> float:
 
 
 def _open_encoding(config: DataConfig, corpora: list[Corpus], vocab_size: int | None) -> tuple[Tokenizer | None, str]:
-    """Return the tokenizer of all sources, and what their ids mean."""
+    """Return the tokenizer of all sources, and the meaning of their ids."""
     formats = {corpus.token_format for corpus in corpora}
     if len(formats) > 1:
         raise ValueError(
-            f"data {config.data!r}: token files with text, or of several formats, cannot be joined "
+            f"data {config.data!r}: token files cannot be combined with text or other formats "
             f"({'; '.join(map(str, formats))}); write all of them with one tokenizer and dtype"
         )
     (token_format,) = formats
@@ -223,9 +224,8 @@ def _open_encoding(config: DataConfig, corpora: list[Corpus], vocab_size: int | 
         what = f"tokenizer {config.tokenizer!r}" if tokenizer else f"data {config.data!r}"
         raise ValueError(
             f"{what}: token ids go up to {needed - 1}, beyond the model's "
-            f"vocabulary size {vocab_size}; give the model's own tokenizer, or, for a model without weights of others, "
-            f"a vocabulary size of at least {needed} (--model-config vocab_size={needed}); nothing here resizes the "
-            "embedding of --init-from"
+            f"vocabulary size {vocab_size}; use the model's tokenizer, or, without --init-from, a vocabulary size of "
+            f"at least {needed} (--model-config vocab_size={needed}); embeddings of --init-from are not resized"
         )
     return tokenizer, tokenizer.name if tokenizer else str(token_format)
 
@@ -233,7 +233,9 @@ def _open_encoding(config: DataConfig, corpora: list[Corpus], vocab_size: int | 
 def _open_examples(form: str, tokenizer: Tokenizer | None, config: DataConfig) -> Examples:
     assert tokenizer is not None
     if config.cross_documents:
-        raise ValueError(f"data {config.data!r}: cross_documents joins texts, and these are records of form {form}")
+        raise ValueError(
+            f"data {config.data!r}: cross_documents joins texts, but these are records of form {form}; leave it out"
+        )
     load = functools.partial(load_template, config.tokenizer, config.chat_template)
     return Examples(tokenizer, load, form, answers=config.answers, seq_len=config.seq_len)
 
@@ -241,8 +243,8 @@ def _open_examples(form: str, tokenizer: Tokenizer | None, config: DataConfig) -
 def _one_form(forms: list[str]) -> str:
     if "pairs" in forms and len(set(forms)) > 1:
         raise ValueError(
-            "data: choices between two answers go with their like only, and the sources are of forms "
-            f"{', '.join(forms)}; train on them in runs of their own"
+            "data: pairs of answers cannot be mixed with other forms, but the sources are of forms "
+            f"{', '.join(forms)}; train on them in separate runs"
         )
     return forms[0] if forms[0] in ("pairs", "text") and len(set(forms)) == 1 else "answers"
 
@@ -254,7 +256,7 @@ def _split(corpus: Corpus, config: DataConfig, source: str) -> tuple[np.ndarray,
     if num_eval >= len(corpus):
         raise ValueError(
             f"data {source!r}: eval_fraction={config.eval_fraction} of {len(corpus)} documents leaves none to "
-            "train on; lower it, set it to 0, or give more"
+            "train on; lower it, set it to 0, or add documents"
             + (f" (a file is cut into documents of {config.max_document_bytes} bytes)" if corpus.form == "text" else "")
         )
     order = np.argsort(corpus.order_keys(config.split_seed), kind="stable")

@@ -1,1 +1,1 @@
-"""One run of the training script: from its configuration to its results on disk."""
+"""A run of the training script, from its configuration to its results on disk."""

@@ -1,4 +1,4 @@
-"""From a configuration to the parts of a run: job, sharded model, optimizer, step. Allocates nothing."""
+"""Construction of a run's parts from its configuration: job, sharded model, optimizer, step. Allocates nothing."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ need("train")
 
 @dataclasses.dataclass
 class Parts:
-    """What the configuration decides without data and devices' memory.
+    """The parts of a run that need neither data nor device memory.
 
     Attributes:
-      config: that was given, with its tokenizer, and the rows per device and the microbatches that make its global
-        batch.
-      job, model, tx, step: the job, its model sharded, its optimizer and its training step.
-      schedule: the learning rate by number of updates made before.
-      row_items, global_batch: items per row (tokens; 1 where rows are not tokens), and rows per step of all devices
-        together.
-      decides: all that the losses depend on, but for the data: a run is not resumed under another.
-      tracker: begins the user's own tracker, or None.
+      config: the configuration, completed with the tokenizer, and with the rows per device and the microbatches that
+        follow from the global batch.
+      job, model, tx, step: the job, its sharded model, its optimizer and its training step.
+      schedule: learning rate by number of previous updates.
+      row_items, global_batch: items per row (tokens; 1 if rows are not tokens), and rows per step of all devices.
+      decides: all settings on which the losses depend, except the data. A resumed run needs the same.
+      tracker: factory of the user's tracker, or None.
     """
 
     config: TrainConfig
@@ -54,33 +53,33 @@ class Parts:
 
 
 def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -> Parts:
-    """Build everything that needs neither data nor memory of the devices.
+    """Build the parts of a run that need neither data nor device memory.
 
     Args:
-      devices: those of the mesh; None: all of all processes.
-      stored: the `config.json` of the run to resume, or empty. Without `decay_steps` the schedule stays what it was, so
-        that a run can be prolonged.
+      stored: the `config.json` of the run to resume, or empty. Its schedule is kept if `config` has no `decay_steps`,
+        so that a run can be extended.
+      devices: devices of the mesh; None: all devices of all processes.
 
     Raises:
-      ValueError: for names, values and combinations that cannot be.
+      ValueError: for invalid names, values and combinations.
     """
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
-        raise ValueError(f"init_key={config.init_key!r} chooses a dict of the file that --init-from names; give both")
+        raise ValueError(f"init_key={config.init_key!r}: needs --init-from, the file with this dict; give both")
     if config.init_adapter is not None and config.init_from is None:
-        raise ValueError(f"--init-adapter {config.init_adapter}: goes with --init-from, the weights that it adapts")
+        raise ValueError(f"--init-adapter {config.init_adapter}: needs --init-from, the weights that it adapts")
     if config.preference is not None and config.init_from is None:
-        raise ValueError(f"--preference {config.preference}: trains a model further; name its weights by --init-from")
+        raise ValueError(f"--preference {config.preference}: needs a trained model; name its weights by --init-from")
     if config.reference is not None and config.preference is None:
-        raise ValueError(f"--reference {config.reference}: goes with --preference, a loss beside a reference")
+        raise ValueError(f"--reference {config.reference}: needs --preference, the loss that uses a reference")
     if config.restart_data and config.resume in (None, "auto"):
         raise ValueError(
-            "--restart-data goes with --resume STEP: with auto each start of the same command would begin them anew"
+            "--restart-data needs --resume STEP: with auto, every start of the same command would restart the data"
         )
     if config.profile is not None and not 1 <= config.profile[0] <= min(config.profile[1], config.steps):
         raise ValueError(
-            f"--profile {config.profile[0]}:{config.profile[1]} is not START:STOP with START from 1 to STOP, and not "
-            f"after --steps {config.steps}"
+            f"--profile {config.profile[0]}:{config.profile[1]}: use START:STOP with 1 <= START <= STOP, and START at "
+            f"most --steps {config.steps}"
         )
     job = find_job(config)
     row_items = source_of(job).check(config, job)
@@ -116,11 +115,11 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     return Parts(config, job, model, tx, step, schedule, row_items, global_batch, decides, tracker)
 
 
-_ROUNDS = ("loss_chunk",)  # fields of models that change the order of sums alone
+_ROUNDS = ("loss_chunk",)  # fields of models that change only the order of sums
 
 
 def _fields(job: Job, config: TrainConfig) -> dict[str, Any]:
-    """Return the fields of the model that losses depend on; of one without a dataclass those that were given."""
+    """Return the model's fields on which losses depend. Without a dataclass, return the given --model-config."""
     if not dataclasses.is_dataclass(job.config) or isinstance(job.config, type):
         return {"fields": [write((field,)) for field in config.model_config]}
     return {name: value for name, value in dataclasses.asdict(job.config).items() if name not in _ROUNDS}
@@ -133,14 +132,14 @@ def _paths_by_kind(adapters: Mapping[str, Adapter]) -> dict[str, list[str]] | No
     return paths or None
 
 
-_MOST_AT_ONCE = 10_000  # rows that a message proposes to compute at once
+_MOST_AT_ONCE = 10_000  # most rows that an error suggests to compute at once
 
 
 def with_global_batch(config: TrainConfig, mesh: Any) -> TrainConfig:
-    """Return a configuration with the rows per device and the microbatches that make its global batch on a mesh.
+    """Return a configuration whose rows per device and microbatches give its global batch on a mesh.
 
     Raises:
-      ValueError: with the arithmetic, if no number of microbatches makes it.
+      ValueError: if no number of microbatches gives it; lists possible rows per device.
     """
     if config.global_batch is None:
         return config
@@ -152,15 +151,15 @@ def with_global_batch(config: TrainConfig, mesh: Any) -> TrainConfig:
         if possible:
             remedy = f"--batch-per-device can be {', '.join(map(str, possible[:12]))}, without --accumulate"
         raise ValueError(
-            f"--global-batch {rows}: {shards} devices with {config.batch_per_device}/{config.accumulate} rows each at "
-            f"once (--batch-per-device over --accumulate) do not divide it; {remedy}"
+            f"--global-batch {rows}: not divisible by {shards} data shards with "
+            f"{config.batch_per_device}/{config.accumulate} rows at once (--batch-per-device / --accumulate); {remedy}"
         )
     per_device = rows // shards
     return dataclasses.replace(config, batch_per_device=per_device, accumulate=per_device // at_once)
 
 
 def make_run_mesh(config: TrainConfig, devices: Any = None) -> Any:
-    """Arrange all devices of all processes, or those given, into the mesh."""
+    """Return the mesh of the given devices; None: all devices of all processes."""
     try:
         return make_mesh(devices=devices, **{"fsdp": 1, **dict(config.mesh)})  # type: ignore[arg-type]
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Held-out loss: an exact mean over what a fixed set of batches counts (tokens, rows)."""
+"""Evaluation: the exact mean loss over a fixed set of held-out batches."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from jfsdp.train.step.step import LossFn, batch_sharding
 
 
 class Evaluation(NamedTuple):
-    """What an evaluation found.
+    """The result of an evaluation.
 
     Attributes:
-      loss: the mean over what was counted.
-      weight: how much that was (tokens, rows).
-      aux: what the loss returns beside, by name: means, and maxima over all batches.
+      loss: mean per token (or row).
+      weight: number of tokens (or rows).
+      aux: the loss's aux values by name: means, and maxima over all batches.
     """
 
     loss: float
@@ -31,7 +31,7 @@ class Evaluation(NamedTuple):
 
 
 def shard_batch(mesh: Any, batch: Any) -> Any:
-    """Put this process's rows of a batch on its devices, as its part of the global arrays."""
+    """Return a batch as global arrays, from this process's rows."""
     put = lambda x: jax.make_array_from_process_local_data(batch_sharding(mesh, x), np.asarray(x))  # noqa: E731
     return jax.tree.map(put, batch)
 
@@ -39,20 +39,20 @@ def shard_batch(mesh: Any, batch: Any) -> Any:
 def make_evaluator(
     model: ShardedModel, loss_fn: LossFn, batches: Callable[[], Iterable[Any]], num_batches: int = 0
 ) -> Callable[[TrainState], Evaluation]:
-    """Return `f(state)`, the loss of held-out batches. It compiles once.
+    """Return `f(state)`, which computes the loss of held-out batches. It compiles once.
 
     Layout:  batches [B/data ...], as in training -> scalars each, summed on the host in float64.
-    Cost:    every unit is gathered once per batch, and not at all in a backward.
-    Memory:  one batch at a time; a batch is read while the one before it is computed.
+    Cost:    every unit is gathered once per batch.
+    Memory:  one batch on the devices; the next batch is read during its computation.
 
     Args:
       loss_fn: the job's `eval_loss`, or its `loss`.
-      batches: `f()` starts an iterator over this process's share of the same batches every time; in every process
-        equally many, their rows together a multiple of the data shards.
-      num_batches: how many of them; 0 takes all.
+      batches: `f()` returns an iterator over this process's share of the batches, the same in every call. Every process
+        must have the same number of batches, and the rows of all processes must be a multiple of the data shards.
+      num_batches: number of batches; 0: all.
 
     Raises:
-      ValueError: in `f`, if there is nothing to evaluate.
+      ValueError: in `f`, if the batches are empty or all their weights are 0.
     """
     compute_sums = model.forward(lambda module, batch: as_loss(loss_fn(module, batch)))
 
@@ -66,7 +66,7 @@ def make_evaluator(
             more = jax.tree.map(lambda x: np.asarray(x, np.float64), more)
             sums = more if sums is None else merge(operator.add, np.maximum, sums, more)
         if sums is None or not sums.weight:
-            raise ValueError("nothing counts in the held-out batches; raise eval_fraction or eval_batches")
+            raise ValueError("the held-out batches have no weight; raise eval_fraction or eval_batches")
         mean = lambda total, weight: np.where(weight, total / np.where(weight, weight, 1.0), 0.0)  # noqa: E731
         found = metrics_of(sums.aux or {}, sums.weight, mean)
         return Evaluation(float(sums.total / sums.weight), float(sums.weight), numbers(found))

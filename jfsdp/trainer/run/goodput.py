@@ -1,18 +1,19 @@
-"""Where the time of a run goes: what counts, and what is lost to what; and which process holds up the others.
+"""Goodput, the time of a run by kind, and the slowest process.
 
-[Note: goodput] All seconds of a run, over all its starts, are of one of these kinds; `goodput` is the part of `train`.
+[Note: goodput] Every second of a run, over all its starts, has one of these kinds. `goodput` is the fraction of
+`train`.
 
     train      steps whose result the run still has
-    redone     steps that were taken after the checkpoint or the snapshot which a restart went on from
+    redone     steps after the checkpoint or snapshot from which a restart continued
     compile    the first step of each start
-    data       waiting for a batch at whose end the devices of this process had nothing left to do: an upper bound
-    evaluate   evaluations, and what is logged
-    save       what checkpoints and snapshots kept the loop waiting
-    start      from the start of the program to its first step: imports, weights, restoring; and its end
-    down       from the last time that the sums were kept before a failure to the next start
+    data       waits for a batch after which the devices of this process were idle: an upper bound
+    evaluate   evaluation and logging
+    save       time that checkpoints and snapshots blocked the loop
+    start      from the start of the program to its first step (imports, weights, restoring), and the end of the run
+    down       from the last write of the sums before a failure to the next start
 
-The time between an end in good order, by a signal too, and the next start is of no kind. Process 0 keeps the sums in
-goodput.json: at the first step of a start, each line of metrics.jsonl, each save, snapshot and comparison, and the end.
+The time between a regular end (also by a signal) and the next start does not count. Process 0 writes the sums to
+goodput.json: at the first step of a start, each line of metrics.jsonl, each save and snapshot, and the end.
 """
 
 from __future__ import annotations
@@ -31,13 +32,14 @@ KINDS: tuple[str, ...] = ("train", "redone", "compile", "data", "evaluate", "sav
 
 
 class Goodput:
-    """Adds the time that passes to one kind after another; see [Note: goodput].
+    """Sums the time of a run by kind; see [Note: goodput].
 
     Args:
-      path: of what process 0 keeps; read if it is there.
+      path: the file goodput.json.
       begin: `time.perf_counter()` at the start of the program.
-      train_s: of the checkpoint that the run goes on from; None: a run that begins, of which nothing is read.
-      is_writer: this is process 0.
+      train_s: training time saved in the checkpoint from which the run continues; None: a new run, which does not read
+        the file.
+      is_writer: whether this is process 0.
     """
 
     def __init__(self, path: Path, begin: float, train_s: float | None = None, *, is_writer: bool = True):
@@ -54,7 +56,7 @@ class Goodput:
                 self.seconds["down"] += max(0.0, started - stored["until"])
 
     def to(self, kind: str) -> str:
-        """Count from now on as another kind; return the kind before."""
+        """Count the time from now on as `kind`. Return the previous kind."""
         now, before = time.perf_counter(), self._kind
         self.seconds[before] += now - self._since
         self._kind, self._since = kind, now
@@ -62,7 +64,7 @@ class Goodput:
 
     @contextmanager
     def spent_on(self, kind: str) -> Iterator[None]:
-        """Count what happens inside as a kind."""
+        """Count the time inside as `kind`."""
         before = self.to(kind)
         try:
             yield
@@ -70,21 +72,21 @@ class Goodput:
             self.to(before)
 
     def move(self, seconds: float, to: str) -> None:
-        """Count seconds that were counted as the present kind as another."""
+        """Move seconds from the current kind to another."""
         self.seconds[self._kind] -= seconds
         self.seconds[to] += seconds
 
     @property
     def fraction(self) -> float:
-        """Return goodput, 0..1, up to now."""
+        """The goodput so far, 0..1."""
         self.to(self._kind)
         return self.seconds["train"] / max(sum(self.seconds.values()), 1e-9)
 
     def write(self, *, in_order: bool = False) -> None:
-        """Keep the sums, if this is process 0.
+        """Write the sums, if this is process 0.
 
         Args:
-          in_order: the run has ended.
+          in_order: whether the run has ended regularly.
         """
         sums = {"goodput": self.fraction, "seconds": self.seconds, "until": time.time(), "in_order": in_order}
         if self.is_writer:
@@ -92,7 +94,7 @@ class Goodput:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Read what `write` kept; nothing where that is not there, or was not finished."""
+    """Read the file of `write`. Return {} if it is missing or incomplete."""
     try:
         stored = json.loads(path.read_text())
         return stored if {"seconds", "until", "in_order"} <= stored.keys() else {}
@@ -101,11 +103,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 class Pace:
-    """What a process itself does per step, in seconds: all but the waiting for its devices.
+    """Time per step that a process does not spend waiting for its devices.
 
     Attributes:
-      data_s, host_s: sums since the start: in waiting for batches; in all that is not waiting for devices.
-      num_steps: how many steps.
+      data_s, host_s: seconds since the start spent waiting for batches, and seconds not spent waiting for devices.
+      num_steps: number of steps.
     """
 
     def __init__(self) -> None:
@@ -117,9 +119,9 @@ class Pace:
         self.data_s, self.host_s, self.num_steps = self.data_s + data_s, self.host_s + host_s, self.num_steps + 1
 
     def take(self) -> dict[str, Any]:
-        """Return the means since the last call in the process that took longest, and which that is, of several.
+        """Return the means since the last call in the slowest process, and, with several processes, its number.
 
-        Every process calls this.
+        Every process must call this.
         """
         sums = (self.data_s, self.host_s, self.num_steps)
         data_s, host_s, steps = (now - before for now, before in zip(sums, self._taken, strict=True))
@@ -130,6 +132,6 @@ class Pace:
         return found | ({"slowest_process": slowest} if len(paces) > 1 else {})
 
     def of_all(self) -> list[dict[str, float]]:
-        """Return the means of every process since the start. Every process calls this."""
+        """Return the means of every process since the start. Every process must call this."""
         steps = max(self.num_steps, 1)
         return gather_json({"data_s": self.data_s / steps, "host_s": self.host_s / steps})

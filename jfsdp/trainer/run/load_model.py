@@ -1,4 +1,4 @@
-"""A trained model opened to generate from: that of a run, or of a directory as Hugging Face has them."""
+"""Loading of a trained model for generation, from a run or a directory of Hugging Face."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from jfsdp.trainer.run.weights import leaves_out_base, load_weights, open_checkp
 
 @dataclasses.dataclass
 class Opened:
-    """What generation needs of a model.
+    """A model loaded for generation.
 
     Attributes:
-      config: that of the run, or one for the directory.
-      job, model, state: weights at rest in the dtype of compute, split over the mesh.
-      tokenizer: the model's.
-      prompts: turns texts and messages into ids.
+      config: the run's configuration, or one for the directory.
+      job, model, state: the model and its weights, sharded and stored in the dtype of compute.
+      tokenizer: the model's tokenizer.
+      prompts: encoder of texts and messages.
       stop: ids that end an answer.
-      said: what was opened, in a line.
+      said: description of the model in one line.
     """
 
     config: TrainConfig
@@ -61,37 +61,37 @@ def open_model(
     chat_template: str | None = None,
     eod_token: str | None = None,
 ) -> Opened:
-    """Open the model of a run or of a directory of Hugging Face.
+    """Load the model of a run or of a directory of Hugging Face.
 
-    A run with adapters or averages is restored as it was saved, its base from where the run began; of any other model
-    the parameters alone are read, to rest in the dtype of compute. Averages are what generates, as they are evaluated.
+    A run with adapters or averages is restored like a resumed run, with its base from its initial weights. From any
+    other model only the parameters are read, and stored in the dtype of compute. Averages generate, as in evaluation.
 
     Args:
       path: the directory of a run of scripts/train.py, or one with `config.json` and weights.
-      given: mesh, dtype, strategy, adapter and model; of what it leaves out, a run knows its own.
-      step: of the run's checkpoints; "auto": the newest.
-      tokenizer: None: that of the run, or of the directory.
-      chat_template: a file in place of the tokenizer's own template, or the name of one of several.
-      eod_token: the tokenizer's token that ends a document; None: as the run had it with its own tokenizer, or found.
+      given: mesh, dtype, strategy, adapter and model; a run's configuration supplies the values that are None.
+      step: step of the run's checkpoint; "auto": the newest.
+      tokenizer: None: the tokenizer of the run or of the directory.
+      chat_template: file that replaces the tokenizer's template, or the name of one of several.
+      eod_token: the tokenizer's token that ends a document; None: the run's if the tokenizer is the run's, or detected.
 
     Raises:
-      ValueError: if there is no such model, weights do not fit it, or the tokenizer has ids that it does not know.
+      ValueError: if there is no such model, the weights do not fit, or the tokenizer has ids beyond the vocabulary.
     """
     directory = existing_path(path)
     stored = {} if has_config(directory) else runs.read_config(directory)
     if (directory / "adapter_config.json").is_file():
-        raise ValueError(f"{path!r} is an adapter; name the model that it is of, and this by --adapter")
+        raise ValueError(f"{path!r} is an adapter; name its base model, and pass the adapter as --adapter")
     if not directory.is_dir() or not (stored.get("config") or has_config(directory)):
         raise ValueError(
-            f"{path!r} is neither the directory of a run (with config.json and checkpoints) nor one with the "
-            "config.json and weights of Hugging Face; name one of these"
+            f"{path!r} is neither the directory of a run (with config.json and checkpoints) nor a directory of Hugging "
+            "Face (with config.json and weights); name one of these"
         )
     if not stored:
         read_config(directory)
     if stored and given.model is not None:
-        raise ValueError(f"--model {given.model}: {path!r} is a run, which says its model itself; leave it out")
+        raise ValueError(f"--model {given.model}: {path!r} is a run, whose config.json names its model; leave it out")
     if step != "auto" and not step.isdecimal():
-        raise ValueError(f"--step {step!r} is neither auto nor the number of a step")
+        raise ValueError(f"--step {step!r} is neither auto nor a step; use one of these")
     config = _of_run(stored["config"], given) if stored else dataclasses.replace(given, init_from=path, tokenizer=path)
     tokenizer = tokenizer or config.tokenizer or "byte"  # a run on custom data has none
     chat_template = chat_template or config.chat_template
@@ -102,7 +102,7 @@ def open_model(
     is_restored = bool(stored) and (leaves_out_base(begun) or begun.ema is not None)
     if is_restored:
         if given.init_adapter is not None:
-            raise ValueError(f"{path!r} has adapters or averages of its own; --adapter goes with a model without")
+            raise ValueError(f"{path!r} already has adapters or averages; leave out --adapter, or name another model")
         job = job_of_run(config)
         model, state, said = _restored(config, job, directory, step)
     else:
@@ -111,19 +111,19 @@ def open_model(
         model, state, said = load_frozen(config, job, weights)
     if job.vocab_size is not None and loaded.vocab_size > job.vocab_size:
         raise ValueError(
-            f"--tokenizer {tokenizer}: its ids go up to {loaded.vocab_size - 1}, and the model knows those "
-            f"below {job.vocab_size}; give the model's own tokenizer"
+            f"--tokenizer {tokenizer}: its ids go up to {loaded.vocab_size - 1}, but the model's ids are below "
+            f"{job.vocab_size}; use the model's tokenizer"
         )
     load = functools.partial(load_template, tokenizer, config.chat_template)
     prompts = Examples(loaded, load, "prompt", answers="all", seq_len=job.seq_len)
     places = [config.init_from, None if tokenizer == "byte" else tokenizer]
-    beside = [directory, *(Path(place).expanduser() for place in places if place)]
-    stop = _stop_ids(loaded, prompts, find_template(tokenizer, config.chat_template) is not None, beside)
+    directories = [directory, *(Path(place).expanduser() for place in places if place)]
+    stop = _stop_ids(loaded, prompts, find_template(tokenizer, config.chat_template) is not None, directories)
     return Opened(config, job, model, state, loaded, prompts, stop, f"{said}, tokenizer {tokenizer}")
 
 
 def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
-    """Return the configuration of a run, with what generation decides itself."""
+    """Return the configuration of a run, with the options of generation from `given`."""
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     kept = {name: value for name, value in stored.items() if name in known}
     config = with_fields(TrainConfig(), kept, "config.json of the run")
@@ -135,11 +135,13 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
 
 
 def _job_of(directory: Path, given: TrainConfig) -> Job:
-    """Return the job that computes what a `config.json` says: the one asked for, or the first that can."""
+    """Return a job for the model of a `config.json`: the requested one, or the first that matches."""
     if given.model is not None:
         job = find_job(given.model)
         if job.pretrained is None:
-            raise ValueError(f"--model {given.model}: reads no weights of Hugging Face; leave it out, or name another")
+            raise ValueError(
+                f"--model {given.model}: cannot read weights of Hugging Face; leave it out, or name another"
+            )
         return fit_job(job, directory, {})
     reasons = []
     for name in job_names():
@@ -150,15 +152,15 @@ def _job_of(directory: Path, given: TrainConfig) -> Job:
             return fit_job(job, directory, {})
         except ValueError as error:
             reasons.append(str(error))
-    why = "; ".join(dict.fromkeys(reasons)) or "no installed model reads such directories"
-    raise ValueError(f"{str(directory)!r}: no installed model computes it: {why}")
+    why = "; ".join(dict.fromkeys(reasons)) or "no installed model reads weights of Hugging Face"
+    raise ValueError(f"{str(directory)!r}: no installed model matches its config.json: {why}")
 
 
 def load_frozen(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedModel, TrainState, str]:
-    """Read parameters alone, all of them frozen: there is neither gradient nor optimizer.
+    """Load only the parameters, all frozen, without gradients and optimizer states.
 
     Raises:
-      ValueError: if the weights are not those of this job.
+      ValueError: if the weights do not fit the job.
     """
     plain = ("offload", "storage", "ema", "prefetch", "program")
     config = dataclasses.replace(config, **{name: getattr(TrainConfig, name) for name in plain})
@@ -171,7 +173,7 @@ def load_frozen(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedMo
 
 
 def without_adapters(config: TrainConfig) -> TrainConfig:
-    """Return the configuration of a run for weights that are computed with as they are."""
+    """Return the configuration of a run without adapters and quantization."""
     names = ("lora", "init_adapter", "init_key", "quantized")
     return dataclasses.replace(config, **{name: getattr(TrainConfig, name) for name in names})
 
@@ -182,7 +184,7 @@ def _restored(config: TrainConfig, job: Job, directory: Path, step: str) -> tupl
     found = runs.resume_step(directory, step)
     if config.init_from:
         like = load_weights(config, job, model, tx)
-    else:  # the base is what the seed makes
+    else:  # the base comes from the seed
         like = model.init(tx, config.seed) if leaves_out_base(config) else model.abstract_state(tx)
     with open_checkpoints(config, directory) as checkpoints:
         state, _ = checkpoints.restore(like=like, step=found)
@@ -191,18 +193,18 @@ def _restored(config: TrainConfig, job: Job, directory: Path, step: str) -> tupl
     return model, state, f"{job.name} from {directory}, step {found}"
 
 
-def _stop_ids(tokenizer: Tokenizer, prompts: Examples, has_template: bool, beside: list[Path]) -> tuple[int, ...]:
-    """Return the ids that end an answer: the tokenizer's end of documents, the end of an answer in its chat template,
-    and those that files of Hugging Face beside the model name.
+def _stop_ids(tokenizer: Tokenizer, prompts: Examples, has_template: bool, directories: list[Path]) -> tuple[int, ...]:
+    """Return the ids that end an answer: the tokenizer's end-of-document id, the end of an answer in its chat template,
+    and the ids in Hugging Face's configuration files in these directories.
     """
     found = [tokenizer.eod_id, *([prompts.find_stop()] if has_template else [])]
-    for directory in beside:
+    for directory in directories:
         for name in ("generation_config.json", "config.json"):
             file = (directory if directory.is_dir() else directory.parent) / name
             try:
                 stated = json.loads(file.read_bytes()) if file.is_file() else {}
             except ValueError as error:
-                raise ValueError(f"{file}: is not JSON ({error}); repair it, or take it anew") from error
+                raise ValueError(f"{file}: is not JSON ({error}); repair it, or copy it again") from error
             ids = stated.get("eos_token_id") if isinstance(stated, dict) else None
             found += ids if isinstance(ids, list) else [] if ids is None else [ids]
     return tuple(dict.fromkeys(int(one) for one in found))

@@ -1,4 +1,4 @@
-"""The training loop: step, log, evaluate, save, stop; everything it needs is handed to it."""
+"""The training loop: step, log, evaluate, save, stop."""
 
 from __future__ import annotations
 
@@ -31,25 +31,26 @@ from jfsdp.trainer.step import seen_keys
 
 @dataclasses.dataclass
 class Loop:
-    """The parts of a run, and how they work together.
+    """The training loop of a run.
 
     Attributes:
-      config: of the run: when things happen. All steps count from 1; the last one does everything.
+      config: the run's configuration, with the intervals of logs, evaluations and saves. Steps count from 1. The last
+        step is logged, evaluated and saved.
       step: the training step.
       batches: this process's share of each batch, endless.
-      throughput: counts steps and time.
-      learning_rate: the schedule, by number of updates made before.
-      evaluate: `f(state) -> Evaluation`; None evaluates nothing.
-      checkpoints: where states go.
-      snapshots: where they go besides.
-      get_extra: what goes beside the state; called just after the batch of the step to be saved was used.
-      described: the configuration of the run, which goes beside the state too, to be read.
-      stop: asked after every step.
-      display: where lines go, and the live line of a terminal.
-      writers: where records go.
-      run_dir: where traces go.
-      watch: told what is under way, and how long it may take.
-      goodput: told on what time is spent.
+      throughput: counter of steps and time.
+      learning_rate: learning rate by number of previous updates.
+      evaluate: `f(state) -> Evaluation`; None: no evaluation.
+      checkpoints: checkpoints on disk.
+      snapshots: snapshots in host memory.
+      get_extra: returns data to save with the state; called just after the batch of the saved step was used.
+      described: the run's configuration, saved with the state.
+      stop: stop signal, checked after every step.
+      display: terminal output.
+      writers: receivers of the records.
+      run_dir: directory of traces.
+      watch: watchdog, which knows the current stage and its time limit.
+      goodput: clock of the time by kind.
     """
 
     config: TrainConfig
@@ -74,13 +75,13 @@ class Loop:
     pace: Pace = dataclasses.field(default_factory=Pace)
 
     def run(self, state: TrainState, first: int) -> tuple[TrainState, int]:
-        """Train from `first` steps done until all are, or until asked to stop; the state is saved at the end.
+        """Train from step `first + 1` to the last step or a stop signal, and save the state at the end.
 
-        Cost: the host waits for the devices only where it must: at logged steps, and to stay two steps ahead, or on
-        CPUs one: collectives of two steps would compete for the threads that both need.
+        Cost: the host waits for the devices at logged steps, and to stay at most two steps ahead. On CPUs it stays one
+        step ahead, because collectives of two steps would compete for the same threads.
 
         Returns:
-          The last state, and how many steps were taken in all.
+          The last state, and the number of the last step.
         """
         in_flight: list[Any] = []
         max_in_flight = 1 if jax.default_backend() == "cpu" else 2
@@ -97,7 +98,7 @@ class Loop:
                 with self.watch.at(f"the data of step {step}"):
                     batch = self._next_batch(state, metrics)
                 data_s = time.perf_counter() - begin
-                if all(loss.is_ready() for loss in in_flight):  # the devices had nothing left to do
+                if all(loss.is_ready() for loss in in_flight):  # the devices were idle
                     self.goodput.move(data_s, "data")
                 is_first = step == first + 1
                 name, patience = (f"compiling, and step {step}", PATIENT) if is_first else (f"step {step}", 1)
@@ -138,9 +139,10 @@ class Loop:
         return state, metrics
 
     def _next_batch(self, state: TrainState, before: Metrics) -> Any:
-        """Take the next batch; where the data cannot be read on, save what was trained before the error goes on.
+        """Return the next batch. If the data cannot be read, save the state before raising.
 
-        One of several processes saves nothing: it would wait for the others, and they for it in their next step.
+        With several processes, do not save: this process would wait for the others, which wait for it in their next
+        step.
         """
         try:
             return next(self.batches)
@@ -149,7 +151,7 @@ class Loop:
             if jax.process_count() == 1 and self.last_saved != step and before:
                 self._check_finite(before, step)
                 self._save(state, step)
-                self.display.say(f"the data cannot be read on; step {step} is saved")
+                self.display.say(f"the next batch cannot be read; step {step} is saved")
             raise
 
     def _after_step(self, state: TrainState, metrics: Metrics, step: int, is_last: bool, is_save: bool) -> None:
@@ -158,7 +160,7 @@ class Loop:
         is_eval = not interrupted and (is_last or _is_due(config.eval_every, step))
         if is_last or is_eval or _is_due(config.log_every, step):
             metrics["loss"].block_until_ready()
-            with self.watch.at(f"what step {step} is logged with"), self.goodput.spent_on("evaluate"):
+            with self.watch.at(f"logging step {step}"), self.goodput.spent_on("evaluate"):
                 self._log(state, metrics, step, is_eval)
             self._check_finite(metrics, step)
         is_snapshot = _is_due(config.snapshot_every, step) and not is_last
@@ -175,7 +177,7 @@ class Loop:
             self.goodput.write()
 
     def _save(self, state: TrainState, step: int) -> None:
-        """Save, with what was logged of this very step, by which the best checkpoints can be kept."""
+        """Save a checkpoint, with the metrics logged at this step, which decide the best checkpoints."""
         record = self.last_record if self.last_record and self.last_record["step"] == step else {}
         metrics = {name: value for name, value in record.items() if isinstance(value, float) and math.isfinite(value)}
         with self.watch.at(f"saving step {step}", PATIENT, self.checkpoints.num_bytes):
@@ -183,20 +185,20 @@ class Loop:
         self.last_saved = step
 
     def _extra(self) -> dict[str, Any]:
-        """Return what goes beside a state: so much time went into it, besides what the run says."""
+        """Return the data to save with a state: `get_extra` and the training time so far."""
         self.goodput.to("save")
         return self.get_extra() | {"train_s": self.goodput.seconds["train"]}
 
     def _check_finite(self, metrics: Metrics, step: int) -> None:
-        """End a run that has diverged: it trains in vain, and may not push good states out of those that are kept."""
+        """Raise if the run has diverged, before bad states replace good checkpoints."""
         if self.config.skip_nonfinite or self.step.loss_scale is not None:
             return  # such a step leaves the state unchanged
         values = {name: float(metrics[name]) for name in ("loss", "grad_norm")}
         if not all(map(math.isfinite, values.values())):
             raise ValueError(
                 f"step {step}: the run has diverged (loss {values['loss']}, gradient norm {values['grad_norm']}); its "
-                "state is not saved, and earlier checkpoints stand. Go on from them by the same command with --resume "
-                "and a lower --learning-rate, or with --resume --skip-nonfinite"
+                "state is not saved, and earlier checkpoints are kept. Repeat the command with --resume and a lower "
+                "--learning-rate, or with --resume --skip-nonfinite"
             )
 
     def _log(self, state: TrainState, metrics: Metrics, step: int, is_eval: bool) -> None:
@@ -230,12 +232,12 @@ class Loop:
         self.goodput.write()
 
     def _show(self, step: int, loss: Any, num_running: int) -> None:
-        """Show on a terminal how far the run is: the newest step that has ended, and its loss."""
+        """Show the newest finished step and its loss on the live line of a terminal."""
         steps, step_s, step = self.config.steps, self.throughput.mean_step_s(num_running), step - num_running
         if self.display.is_live and step_s is not None:
             rate = f"{self.throughput.items_per_step / step_s:,.0f} {self.throughput.item}s/s"
-            left = f"{time_left((steps - step) * step_s)} left"
-            self.display.show(f"step {step}/{steps}  {step / steps:.0%}  loss {float(loss):.4f}  {rate}  {left}")
+            remaining = f"{time_left((steps - step) * step_s)} left"
+            self.display.show(f"step {step}/{steps}  {step / steps:.0%}  loss {float(loss):.4f}  {rate}  {remaining}")
 
     def _start_trace(self, step: int, first: int) -> None:
         if self.config.profile and step == max(self.config.profile[0], first + 1) <= self.config.profile[1]:
@@ -259,7 +261,7 @@ def _is_due(period: int, step: int) -> bool:
 
 
 def describe_evaluation(evaluation: Evaluation | None, item: str) -> Record:
-    """Return what a line of metrics.jsonl says of an evaluation, or of none."""
+    """Return the fields of metrics.jsonl for an evaluation, or for None."""
     if evaluation is None:
         return {"eval_loss": None, f"eval_{item}s": None}
     found = {"eval_loss": evaluation.loss, f"eval_{item}s": evaluation.weight}

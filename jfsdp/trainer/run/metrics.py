@@ -1,30 +1,30 @@
-"""What a run reports about itself: throughput, MFU, memory; as JSON lines.
+"""Metrics of a run: throughput, MFU and memory, written as JSON lines.
 
-[Note: metrics.jsonl] One line per logged step, in the order of the steps, no step twice; a resumed run goes on in the
-same file. Logged are multiples of `log_every`, steps with an evaluation, and the last one. All values are numbers
-or null; a number that JSON has no word for (a loss that is NaN) is null.
+[Note: metrics.jsonl] One line per logged step, in order, each step once. A resumed run appends to the same file. Logged
+steps are multiples of `log_every`, steps with an evaluation, and the last one. All values are numbers or null.
+Non-finite numbers are null.
 
-    step                      from 1
-    loss                      of this step alone: the mean over its tokens (or rows), before its update
+    step                      counted from 1
+    loss                      mean over the tokens (or rows) of this step, before its update
     grad_norm                 before clipping
-    learning_rate             that this step's update used
-    tokens_per_s              of all devices, since the last line; null if only a compiling step was taken since
-    tokens_per_s_per_device   (of jobs whose rows are not tokens these read rows_per_s, and so on)
-    mfu                       model FLOPs over peak FLOPs, 0..1; null where either is not known (CPUs)
-    mfu_causal                the same, but attention counts the keys that tokens see, in the rows of process 0
-    step_s                    mean seconds per step since the last line, without evaluation, saving and compiling
-    data_s                    of these, spent in waiting for the data: in the process that waited longest
-    host_s                    of these, not spent in waiting for devices: in the process where that took longest
-    slowest_process           which one that was, where there are several
-    goodput                   the part of the run's time that went into steps that count; see [Note: goodput]
-    memory_bytes              GPU: peak of the fullest local device; CPU: resident memory of this process
-    num_skipped               steps skipped for non-finite gradients so far
+    learning_rate             of this step's update
+    tokens_per_s              all devices, since the last line; null if the only step since then was compiled
+    tokens_per_s_per_device   (rows_per_s and so on, if rows are not tokens)
+    mfu                       model FLOPs / peak FLOPs, 0..1; null if either is unknown (CPUs)
+    mfu_causal                mfu with the keys that tokens attend to, estimated from the rows of process 0
+    step_s                    mean seconds per step since the last line, without evaluation, saving and compilation
+    data_s                    part of step_s spent waiting for data, in the process with the longest wait
+    host_s                    part of step_s not spent waiting for devices, in the process with the longest
+    slowest_process           the process of host_s, if there are several
+    goodput                   fraction of the run's time spent in steps that count; see [Note: goodput]
+    memory_bytes              GPU: peak of the local device with the highest; CPU: resident memory of this process
+    num_skipped               steps skipped so far because of non-finite gradients
     tokens_seen               tokens trained on so far
-    eval_loss, eval_tokens    held-out loss after this step's update and the tokens it is the mean of; null if not taken
-    loss_scale                with --param-dtype float16: the factor that this step's loss was multiplied by
+    eval_loss, eval_tokens    evaluation loss after this step's update, and its number of tokens; null without one
+    loss_scale                with --param-dtype float16: factor of this step's loss
 
-What the job's loss returns as `aux` is added under its own names, and that of an evaluation with `eval_` before it:
-`correct` and `eval_correct` are the share of tokens (or rows) that the models of this repository get right.
+`aux` of the job's loss is added under its names, and `aux` of an evaluation with the prefix `eval_`. `correct` and
+`eval_correct` of the included models are the fraction of correct tokens (or rows).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def peak_flops(device_kind: str) -> float | None:
 
 
 def memory_bytes() -> int:
-    """Return the peak memory of the fullest local device; else this process's resident memory (or its peak)."""
+    """Return the highest peak memory of the local devices; on CPUs this process's resident memory (or its peak)."""
     import jax
 
     stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -70,15 +70,16 @@ def memory_bytes() -> int:
 
 @dataclasses.dataclass
 class Throughput:
-    """Counts steps and the time they took, leaving out what is done under `paused`.
+    """Counts steps and their time, except time inside `paused`.
 
     Args:
-      items_per_step: tokens (or rows) of all devices together: every row of the global batch counts, once.
-      num_devices: all of the mesh.
-      flops_per_item: `f(num_keys)`, forward and backward, of an item that attends to so many keys; None if unknown.
-      row_items: tokens of a row: the keys that MFU counts.
-      device_kind: to look the peak up.
-      item: what is counted: "token" or "row".
+      items_per_step: tokens (or rows) of the global batch.
+      num_devices: devices of the mesh.
+      flops_per_item: `f(num_keys)`, FLOPs of forward and backward of an item that attends to `num_keys` keys; None if
+        unknown.
+      device_kind: name of the device, for its peak FLOP/s.
+      item: unit of the rates: "token" or "row".
+      row_items: tokens of a row, the number of keys for MFU.
     """
 
     items_per_step: int
@@ -93,14 +94,14 @@ class Throughput:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the steps counted; the clock starts now."""
+        """Reset the count of steps and the clock."""
         self._num_steps, self._seen_flops, self._paused_s, self._start = 0, 0.0, 0.0, time.perf_counter()
 
     def count_step(self, keys: Sequence[float] | None = None) -> None:
         """Count a step.
 
         Args:
-          keys: how many keys some of its tokens see; None: all before them in their row.
+          keys: numbers of keys of a sample of its tokens; None: all previous tokens of the row.
         """
         self._num_steps += 1
         if self.flops_per_item is not None and self._peak is not None:
@@ -108,22 +109,22 @@ class Throughput:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out of the time what happens inside."""
+        """Do not count the time inside."""
         begin = time.perf_counter()
         yield
         self._paused_s += time.perf_counter() - begin
 
     def mean_step_s(self, num_running: int = 0) -> float | None:
-        """Return the mean seconds of the steps since the last `take` or `restart`; None: there are none.
+        """Return the mean seconds of the steps since the last `take` or `restart`; None without steps.
 
         Args:
-          num_running: steps that were counted and have not ended.
+          num_running: counted steps that have not finished.
         """
         passed, num_ended = time.perf_counter() - self._start - self._paused_s, self._num_steps - num_running
         return passed / num_ended if num_ended > 0 else None
 
     def take(self) -> Record:
-        """Return the rates since the last `take` or `restart`, and start anew."""
+        """Return the rates since the last `take` or `restart`, and reset."""
         step_s, items_per_s = self.mean_step_s(), None
         per_device = mfu = mfu_causal = None
         if step_s is not None:
@@ -139,28 +140,29 @@ class Throughput:
 
 
 def finite(record: Mapping[str, Any]) -> Record:
-    """Replace numbers that JSON has no word for by None."""
+    """Replace non-finite numbers by None, because JSON has none."""
     return {key: None if isinstance(x, float) and not math.isfinite(x) else x for key, x in record.items()}
 
 
 class JsonLines:
-    """Appends one line per record to a file; see [Note: metrics.jsonl]. A line is in the file when `write` returns."""
+    """Appends one line per record to a file, unbuffered; see [Note: metrics.jsonl]."""
 
     def __init__(self, path: Path):
-        # Without a buffer nothing is left to be written, and to fail once more, when the file is closed.
+        # A buffer would be written again on close, and fail again.
         self._file = path.open("ab", buffering=0)
 
     def write(self, record: Mapping[str, Any]) -> None:
         if not os.path.exists(self._file.name):
             raise OSError(
-                f"{self._file.name} was removed while the run wrote to it; leave the directory of a run alone, and "
-                "begin the run again"
+                f"{self._file.name} was removed while the run wrote to it; do not change the directory of a run, and "
+                "start the run again"
             )
         try:
             self._file.write(f"{json.dumps(finite(record), allow_nan=False)}\n".encode())
         except OSError as error:
             raise OSError(
-                f"{self._file.name} cannot be written ({error.strerror}); complete checkpoints stand"
+                f"{self._file.name} cannot be written ({error.strerror}); complete checkpoints are kept: free space, "
+                "or restore write access"
             ) from error
 
     def close(self) -> None:
@@ -168,7 +170,7 @@ class JsonLines:
 
 
 def closing(close: Callable[[], Any]) -> Callable[..., None]:
-    """Return an exit callback that closes; after another error, that one is told and not what fails here."""
+    """Return an exit callback that closes. After another error, errors of closing are suppressed."""
 
     def leave(kind: Any, *_: Any) -> None:
         with suppress(*[Exception] * (kind is not None)):
@@ -178,12 +180,12 @@ def closing(close: Callable[[], Any]) -> Callable[..., None]:
 
 
 def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], item: str, title: str) -> None:
-    """Draw training and held-out loss over steps.
+    """Plot training and evaluation loss over steps.
 
     Args:
       records: lines of metrics.jsonl.
-      item: what losses are means over.
-      title: the model and the data.
+      item: unit of the losses.
+      title: model and data.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -191,8 +193,8 @@ def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], item: str,
     figure = Figure(figsize=(8, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _draw(axes, records, "loss", "training loss, of the batch of a step", linewidth=1)
-    _draw(axes, records, "eval_loss", "held-out loss, of rows that are not trained on", marker="o", markersize=4)
+    _draw(axes, records, "loss", "training loss (batch of the step)", linewidth=1)
+    _draw(axes, records, "eval_loss", "evaluation loss (held-out rows)", marker="o", markersize=4)
     axes.set(title=title, xlabel="step", ylabel=f"loss (nats per {item})")
     axes.locator_params("x", integer=True)
     axes.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""The frozen reference of a run on pairs: what it thinks of every answer, computed once and kept beside the run."""
+"""Log-likelihoods of all answers under the frozen reference of a run on pairs, computed once and stored with it."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ def find_reference(
     watch: Watch,
     say: Callable[[str], None],
 ) -> np.ndarray:
-    """Return what the reference thinks of all answers: as the run began, or else computed now, by all processes.
+    """Return the log-likelihoods of all answers, read from the run's file or computed by all processes.
 
-    Layout:  -> [N 2] float32, log-likelihoods by number of document; NaN where no document is
-    Cost:    a forward of all pairs, once per run.
-    Memory:  with --reference, or where the file of a resumed run is gone: frozen weights beside the state, meanwhile.
+    Layout:  -> [N 2] float32, by document number; NaN for documents that are not used
+    Cost:    one forward of all pairs, once per run.
+    Memory:  with --reference, and for a resumed run whose file is missing: the frozen weights in addition to the state,
+             until it returns.
 
     Args:
-      state: with which the run begins; None: it is resumed.
-      share: this process's part of a batch, as the data iterators take it.
+      state: initial state of the run; None: the run is resumed.
+      share: this process's part of a batch, as for the data iterators.
       say: prints a line.
 
     Raises:
-      ValueError: for a file that is not of these data, weights of another model, and answers whose log-likelihood is
-        not finite.
+      ValueError: for a file of other data, weights of another model, and answers whose log-likelihood is not finite.
     """
     found = read_reference(run_dir, source.num_documents) if state is None else None
     if all(gather_json(found is not None)):
@@ -62,15 +62,15 @@ def find_reference(
             try:
                 model, state, _ = load_frozen(without_adapters(config), parts.job, weights)
             except ValueError as error:
-                raise ValueError(f"--reference {weights}: no weights for the model that is trained: {error}") from error
+                raise ValueError(f"--reference {weights}: does not fit the trained model: {error}") from error
         elif state is None:
             model, state, _ = load_frozen(config, parts.job, Path(config.init_from or "").expanduser())
     found = _compute(source, parts.job, model, state, share, watch)
     if jax.process_index() == 0:
         write_reference(run_dir, found)
     count, seconds = np.isfinite(found[:, 0]).sum(), time.perf_counter() - begin
-    of = config.reference or "the weights that the run begins with"
-    say(f"reference: {of}, log-likelihoods of {count:,} pairs computed in {seconds:.0f} s")
+    name = config.reference or "the initial weights"
+    say(f"reference: {name}, log-likelihoods of {count:,} pairs computed in {seconds:.0f} s")
     return found
 
 
@@ -91,12 +91,15 @@ def _compute(
             table[index[is_real]] = scores[is_real]
             if not np.isfinite(scores[is_real]).all():
                 bad = index[is_real][~np.isfinite(scores[is_real]).all(axis=1)][0]
-                raise ValueError(f"the reference gives document {bad} of {source.config.data!r} no finite likelihood")
+                raise ValueError(
+                    f"the reference's log-likelihood of document {bad} of {source.config.data!r} is not finite; use "
+                    "another --param-dtype, or check the weights"
+                )
     return table
 
 
 def write_reference(run_dir: Path, table: np.ndarray) -> None:
-    """Write the file whole or not at all."""
+    """Write the file atomically."""
     partial = run_dir / f".{FILE}.partial"
     with partial.open("wb") as file:
         np.save(file, table)
@@ -106,10 +109,10 @@ def write_reference(run_dir: Path, table: np.ndarray) -> None:
 
 
 def read_reference(run_dir: Path, num_documents: int) -> np.ndarray | None:
-    """Read what `write_reference` wrote; None: there is nothing, and it is to be computed anew.
+    """Read the file of `write_reference`; None if there is none.
 
     Raises:
-      ValueError: if the file is damaged, or of other data.
+      ValueError: if the file is damaged, or belongs to other data.
     """
     path = run_dir / FILE
     try:
@@ -117,7 +120,10 @@ def read_reference(run_dir: Path, num_documents: int) -> np.ndarray | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, EOFError) as error:
-        raise ValueError(f"{path} is damaged ({error}); remove it, and it is computed anew") from error
+        raise ValueError(f"{path} is damaged ({error}); remove it to compute it again") from error
     if table.shape != (num_documents, 2) or table.dtype != np.float32:
-        raise ValueError(f"{path} is of other data than these {num_documents} documents; remove it, or give those data")
+        raise ValueError(
+            f"{path} belongs to other data, with {len(np.atleast_1d(table))} documents and not {num_documents}; remove "
+            "it to compute it again, or use those data"
+        )
     return table

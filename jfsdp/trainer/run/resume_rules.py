@@ -12,12 +12,12 @@ from jfsdp.trainer.parse import Pairs, read_fields, write
 from jfsdp.trainer.run.config import TrainConfig
 
 RULES = {
-    "said, kept": "goes on, and says so",
-    "kept": "goes on",
-    "said": "goes on, and says so: losses differ by rounding, and by other dropout masks and batch statistics",
-    "rounding": "goes on, and says so: losses differ by rounding, and by other dropout masks under another mesh",
+    "said, kept": "continues with a note",
+    "kept": "continues",
+    "said": "continues with a note: losses differ by rounding, and by other dropout masks and batch statistics",
+    "rounding": "continues with a note: losses differ by rounding, and by other dropout masks under another mesh",
     "refused": "refused",
-    "free": "goes on",
+    "free": "continues",
 }
 """Effect of a changed option, by rule. An option that the command omits has its default; if its rule ends in "kept", it
 has the run's value."""
@@ -104,7 +104,7 @@ def changed(stored: Mapping[str, Any], decides: Mapping[str, Any], config: Train
 
 
 def memory_since_0_2(stored: Mapping[str, Any], mesh: Mapping[str, int]) -> str:
-    """Describe the change of memory of a run of 0.2, where axis `replica` sharded what it replicates now; "": none."""
+    """Return a note if a run of jfsdp 0.2 needs more memory now, because axis `replica` replicates; else ""."""
     before, replica = read_fields(TrainConfig, stored.get("config", {})), mesh.get("replica", 1)
     strategy = before.get("strategy")
     if "opt_over" in before or strategy not in ("zero1", "zero2", "full_shard") or before["sharding_factor"]:
@@ -113,19 +113,19 @@ def memory_since_0_2(stored: Mapping[str, Any], mesh: Mapping[str, int]) -> str:
         return ""
     num = replica * mesh.get("fsdp", 1)
     return (
-        f"note: this run began under jfsdp 0.2, where strategy {strategy!r} sharded over axis 'replica' too; now it "
-        f"replicates, and what is sharded takes {replica} times the memory; --mesh fsdp={num} shards over all devices "
-        "as before"
+        f"note: this run began with jfsdp 0.2, where strategy {strategy!r} also sharded over axis 'replica'. This axis "
+        f"now replicates, and the sharded state needs {replica} times the memory; --mesh fsdp={num} shards over all "
+        "devices as before"
     )
 
 
 def removed(stored: Mapping[str, Any]) -> dict[str, str]:
-    """Return the removed options that a run of 0.2 had at other values than their defaults: what to write instead."""
+    """Return the replacements of removed options for which a run of 0.2 had other values than the default."""
     before = stored.get("config", {})
     return {name: now for name, (default, now) in REMOVED.items() if before.get(name, default) != default}
 
 
 def kept(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options that a command which leaves them out has from the run that it resumes, with their values."""
+    """Return the options, with values, that a resumed run keeps if the command omits them."""
     before = stored.get("config", {})
     return {name: before[name] for name in options_of("said, kept", "kept") if name in before}

@@ -1,4 +1,4 @@
-"""Stopping on request: SIGINT, SIGTERM, SIGUSR1 and SIGHUP finish the step, save, and leave."""
+"""Stop signals: after SIGINT, SIGTERM, SIGUSR1 or SIGHUP a run finishes its step, saves and exits."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from jfsdp.launch.watch import heard
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # USR1: Slurm's --signal; HUP: no terminal
 
-_SAME_S = 1.0  # a manager of jobs and a launcher may both send the same signal: that is one
+_SAME_S = 1.0  # a job manager and a launcher may both send the signal, which counts once
 
 
 class StopSignal:
-    """Remembers the first of `SIGNALS`; the second one acts as if nobody listened. A context manager.
+    """Context manager that records the first of `SIGNALS`. The second signal has its usual effect.
 
-    A SIGHUP that is ignored, as under nohup, stays so.
+    A SIGHUP that is ignored, as under nohup, remains ignored.
 
-    Several processes must stop at the same step, or some would wait for others in a collective for ever. Whether any
-    was asked is therefore gathered, and only at the steps that the loop names: at most `log_every` steps late.
+    All processes must stop at the same step; otherwise a collective would wait forever. They gather their signals only
+    at the steps chosen by the loop, so a stop is at most `log_every` steps late.
     """
 
     def __init__(self) -> None:
@@ -53,9 +53,9 @@ class StopSignal:
         self._before = {}
 
     def is_agreed(self, *, may_gather: bool) -> bool:
-        """Tell whether to stop now; the same in every process.
+        """Whether to stop now; equal in all processes.
 
-        Cost: with several processes, what `gather_json` costs where `may_gather` says so.
+        Cost: with several processes and `may_gather`, one `gather_json`.
         """
         import jax
 
@@ -63,13 +63,13 @@ class StopSignal:
             return self.name is not None
         if not may_gather:
             return False
-        is_asked = any(gather_json(self.name is not None))
-        self.name = self.name or ("another process" if is_asked else None)
-        return is_asked
+        is_requested = any(gather_json(self.name is not None))
+        self.name = self.name or ("another process" if is_requested else None)
+        return is_requested
 
 
 def leave_terminal() -> None:
-    """Write to no terminal any more: where it is gone, a line would end the run before it has saved."""
+    """Redirect output from a closed terminal to /dev/null, because printing would fail before the run has saved."""
     for stream in (1, 2):
         if stat.S_ISCHR(os.fstat(stream).st_mode):
             nowhere = os.open(os.devnull, os.O_WRONLY)

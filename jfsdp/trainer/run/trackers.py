@@ -1,7 +1,7 @@
-"""Trackers that get the lines of metrics.jsonl: TensorBoard, Weights & Biases, MLflow, or a custom one.
+"""Trackers that receive the lines of metrics.jsonl: TensorBoard, Weights & Biases, MLflow, or a custom one.
 
-A tracker has `write(record)`, called with each line in the order of the steps, and `close()`. A resumed run goes on in
-the tracker's run with the same id: the name of the run's directory and the second in which the run began.
+A tracker has `write(record)`, called with each line in the order of the steps, and `close()`. A resumed run continues
+the tracker's run with the same id: the name of the run's directory and its start time in seconds.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from jfsdp.extras import load
 
 
 class TensorBoard:
-    """Writes records as TensorBoard scalars under the names they have in metrics.jsonl.
+    """Writes records as TensorBoard scalars with the names in metrics.jsonl.
 
     Args:
-      first_step: events of an earlier start from this step on are hidden.
+      first_step: first step of this start; later events of earlier starts are hidden.
     """
 
     def __init__(self, directory: Path, first_step: int):
@@ -38,11 +38,11 @@ class TensorBoard:
 
 
 class Wandb:
-    """Writes records to a project of Weights & Biases, or with WANDB_MODE=offline below `wandb/` of the run.
+    """Writes records to a project of Weights & Biases; with WANDB_MODE=offline, to `wandb/` in the run's directory.
 
     Args:
-      project: its name.
-      described: the configuration of the run with `run_dir` and `begun`, as a custom tracker gets it.
+      project: name of the project.
+      described: the run's configuration with `run_dir` and `begun`, as for a custom tracker.
     """
 
     def __init__(self, project: str, described: Mapping[str, Any]):
@@ -59,10 +59,10 @@ class Wandb:
 
 
 class MLflow:
-    """Writes records to an experiment of MLflow, on the server that MLFLOW_TRACKING_URI names.
+    """Writes records to an experiment of MLflow, on the server of MLFLOW_TRACKING_URI.
 
     Args:
-      experiment: its name.
+      experiment: name of the experiment.
       described: as for `Wandb`.
     """
 
@@ -87,13 +87,13 @@ class MLflow:
 
 
 class Lenient:
-    """Runs a tracker in a thread, so that it neither ends a run nor delays it; errors are printed as notes.
+    """Runs a tracker in a thread, so that it neither fails nor delays a run. Errors are printed as notes.
 
     Args:
-      name: for messages.
-      make: begins the tracker.
+      name: name for messages.
+      make: returns the tracker.
       say: prints a line.
-      patience_s: how long the end of a run waits for records that are not sent yet.
+      patience_s: seconds that the end of a run waits for unsent records.
     """
 
     def __init__(self, name: str, make: Callable[[], Any], say: Callable[[str], None], patience_s: float = 60.0):
@@ -118,11 +118,11 @@ class Lenient:
                 tracker.write(record)
             tracker.close()
         except Exception as error:  # a tracker's network, server or disk
-            self._say(f"note: {self._name} gets no more of this run: {type(error).__name__}: {error}")
+            self._say(f"note: {self._name} stops receiving metrics: {type(error).__name__}: {error}")
 
 
 def run_id(described: Mapping[str, Any]) -> str:
-    """Return the id of a run in a tracker: of letters, digits, dashes and underscores."""
+    """Return the id of a run in a tracker, with letters, digits, dashes and underscores."""
     name = re.sub(r"[^\w-]", "-", Path(described["run_dir"]).resolve().name, flags=re.ASCII)
     return f"{name}-{int(described['begun'])}"
 

@@ -1,4 +1,4 @@
-"""One run from its data to its summary: opens, restores or initializes, loops, and leaves the results in `run_dir`."""
+"""A run of the training script: open the data, initialize or restore, train, write the results."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ from jfsdp.trainer.sources.source import Source, open_source
 from jfsdp.trainer.sources.tokens import PairSource, TokenSource
 from jfsdp.trainer.step import describe_attention, make_batch
 
-_ALL_DATA = 24 * PATIENT  # a look at all records, which may be millions: half a day by default
+_ALL_DATA = 24 * PATIENT  # limit for reading millions of records: half a day by default
 
 
 class Run:
-    """A run of the training script; every process makes one, and process 0 alone writes what is not a checkpoint.
+    """A run of the training script, one object per process. Only process 0 writes files other than checkpoints.
 
     Args:
       stored: the `config.json` of the run to resume, or empty.
       begin: `time.perf_counter()` at the start of the program, for the summary.
-      watch: told what is under way.
+      watch: the watchdog.
 
     Attributes:
-      loop: the training loop, once everything that was asked for is there.
+      loop: the training loop; None until it is ready to start.
     """
 
     def __init__(self, parts: Parts, run_dir: Path, stored: Mapping[str, Any], begin: float, watch: Watch):
@@ -72,10 +72,10 @@ class Run:
         self.source: Source
 
     def run(self) -> None:
-        """Train, and leave the results.
+        """Train and write the results.
 
         Raises:
-          ValueError: for data, checkpoints or directories that cannot be used; before anything is written over.
+          ValueError: for data, checkpoints or directories that cannot be used, before any file is overwritten.
           OSError: if the disk is full or not writable.
         """
         try:
@@ -98,21 +98,21 @@ class Run:
                 runs.check_same(self.run_dir, decides)
         self._greet()
         if self.first >= self.config.steps:
-            self.say(f"step {self.first} of {self.config.steps} is done; raise --steps to go on")
+            self.say(f"step {self.first} of {self.config.steps} is done; raise --steps to continue")
         else:
             self._train(decides)
 
     def _check_directory(self) -> int:
-        """Check the directory before any work is done; return how many steps are done already."""
+        """Check the run directory before any work, and return the number of completed steps."""
         if self.is_writer and self.config.resume is not None and (self.run_dir / "checkpoints").is_dir():
             with open_checkpoints(self.config, self.run_dir) as checkpoints:
-                checkpoints.remove_unfinished()  # a disk that was full has space again
+                checkpoints.remove_unfinished()  # frees space if the disk was full
         wait_for_all("removed unfinished saves")
         runs.check_writable(self.run_dir)
         if self.config.resume is None:
             runs.check_new(self.run_dir)
         first = 0 if self.config.resume is None else runs.resume_step(self.run_dir, self.config.resume)
-        wait_for_all("checked")  # all wait here before process 0 makes the directory look like that of a run
+        wait_for_all("checked")  # process 0 writes into the directory afterwards, and others would see a run there
         self.like = self.parts.step.abstract_state()
         if self.config.snapshot_every:
             try:
@@ -120,7 +120,7 @@ class Run:
             except ValueError as error:
                 if not first:
                     raise
-                warn(f"{error}; the run goes on: it would not be started again otherwise")
+                warn(f"{error}; the run continues, because an error would also prevent later restarts")
         newest = self.snapshots.newest(self.like) if self.config.resume == "auto" else None
         if newest is not None and newest >= first:
             first = self.snapshot = newest
@@ -153,7 +153,7 @@ class Run:
         iterator = self.source.train_batches(**self._share(1))
         with self.watch.at("tracing the step, and the first weights or restoring", PATIENT):
             rows, crossed = parts.global_batch, config.cross_documents
-            # Refuses what it can before weights are read and anything is written; the first step uses it again.
+            # Raises most errors before weights are read and files are written. The first step reuses this trace.
             parts.step.trace(self.like, make_batch(parts.job, rows, parts.row_items, cross_documents=crossed))
             state = self._start_state(iterator, decides)
         if isinstance(self.source, PairSource):
@@ -178,7 +178,7 @@ class Run:
             except Exception:
                 finishing = self.watch.at("finishing a save, after an error", PATIENT, checkpoints.num_bytes)
                 with contextlib.suppress(Exception), finishing:
-                    checkpoints.close(alone=True)  # what is being saved is worth waiting for
+                    checkpoints.close(alone=True)  # finish a save in progress
                 raise
             finishing = self.watch.at("finishing the last save", PATIENT, checkpoints.num_bytes)
             with finishing, loop.goodput.spent_on("save"):
@@ -195,19 +195,19 @@ class Run:
         return {"batch_size": len(rows), **share}
 
     def _start_state(self, iterator: Any, decides: dict[str, Any]) -> TrainState:
-        """Initialize the state, or restore it with the place in the data; only then rewind what was written later."""
+        """Return the initial state, or restore it with the position in the data, and then rewind the directory."""
         found = self._restore_snapshot()
         if not self.first:
             if self.config.resume is not None:
                 self.say("no checkpoint to resume from yet: starting with step 1")
                 self._rewind()
             return self._first_state()
-        if found is None:  # a checkpoint without the base goes onto a state that has it
+        if found is None:  # a checkpoint without the base is restored onto a state that has it
             found = self._restore(self._first_state() if leaves_out_base(self.config) else self.like)
         state, extras = found
         self.train_s = extras[0].get("train_s", 0.0)
         if self.config.restart_data:
-            self.say("the data begin anew: examples that were seen come again")
+            self.say("the data restart from the beginning: examples are repeated")
         else:
             iterator.set_state(*(extra["data"] for extra in extras))
         self._rewind()
@@ -222,20 +222,20 @@ class Run:
         return load_weights(self.config, self.parts.job, self.parts.model, self.parts.tx)
 
     def _restore_snapshot(self) -> tuple[TrainState, list[Any]] | None:
-        """Do what `_restore` does from the snapshot to go on from; None: there is none, or it is damaged."""
+        """Restore like `_restore`, from the snapshot. Return None if there is none, or if it is damaged."""
         if self.snapshot is None:
             return None
         try:
             found = self.snapshots.restore(self.like, self.snapshot)
         except DamagedError as error:
             self.snapshot, self.first = None, gather_json(runs.resume_step(self.run_dir, "auto"))[0]
-            self.say(f"note: {error}; going on from the checkpoint of step {self.first}")
+            self.say(f"note: {error}; continuing from the checkpoint of step {self.first}")
             return None
         self.say(f"restored from the snapshot of step {self.snapshot} in {self.snapshots.directory}")
         return found
 
     def _restore(self, like: TrainState) -> tuple[TrainState, list[Any]]:
-        """Read the checkpoint to go on from; return its state, and what each process put beside it."""
+        """Restore the checkpoint to continue from. Return its state, and the extra data of each process."""
         with open_checkpoints(self.config, self.run_dir) as checkpoints, warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             state, _ = checkpoints.restore(like=like, step=self.first, fall_back=self.config.fall_back)
@@ -246,21 +246,21 @@ class Run:
         return state, extras
 
     def _say_changes(self, decides: dict[str, Any]) -> None:
-        """Say, and write down, what goes on with another value than the run had when it saved this step."""
+        """Print and record the settings that differ from those of the restored checkpoint."""
         theirs = runs.read_config(self.run_dir / "checkpoints" / str(self.first)) or runs.read_config(self.run_dir)
         self.changes = theirs.get("changes", [])
         if memory := resume_rules.memory_since_0_2(theirs, dict(self.parts.model.layout.mesh_sizes)):
             self.say(memory)
         if changed := resume_rules.changed(theirs, decides, self.config):
             self.changes = [*self.changes, {"after_step": self.first, **changed}]
-            self.say(f"note: {resume_rules.describe(changed)}: the run goes on, but no longer bit for bit")
+            self.say(f"note: {resume_rules.describe(changed)}: the run continues, but no longer bit for bit")
 
     def _rewind(self) -> None:
-        wait_for_all("restored")  # waits until all processes are here, as below
+        wait_for_all("restored")
         if self.is_writer:
             aside = runs.rewind(self.run_dir, self.first)
             if aside is not None:
-                self.say(f"later checkpoints, and metrics.jsonl as it was, are put aside in {aside}")
+                self.say(f"later checkpoints, and a copy of metrics.jsonl, are moved to {aside}")
         wait_for_all("rewound")
 
     def _make_loop(
@@ -274,13 +274,13 @@ class Run:
                 JsonLines(self.run_dir / "metrics.jsonl"),
                 TensorBoard(self.run_dir / "tensorboard", self.first + 1),
             ]
-            told = described | {"run_dir": str(self.run_dir)}
+            settings = described | {"run_dir": str(self.run_dir)}
             for option, kind in (("wandb", Wandb), ("mlflow", MLflow)):
                 if (name := getattr(self.config, option)) is not None:
-                    begin = functools.partial(kind, name, told)
+                    begin = functools.partial(kind, name, settings)
                     writers.append(Lenient(f"--{option} {name}", begin, self.say))
             if parts.tracker is not None:
-                tracker = parts.tracker(told)
+                tracker = parts.tracker(settings)
                 if not all(callable(getattr(tracker, name, None)) for name in ("write", "close")):
                     returned = f"--tracker {self.config.tracker} returned a {type(tracker).__name__}"
                     raise ValueError(f"{returned}; return an object with write(record) and close()")
@@ -319,7 +319,7 @@ class Run:
                         batch = next(iterator, None)
                         if batch is None:
                             return
-                        yield self.source.prepare(batch)  # while it is computed, this stays
+                        yield self.source.prepare(batch)  # the stage stays the same while the batch is computed
 
         job = self.parts.job
         num_batches = self.config.eval_batches * self.config.accumulate
@@ -327,7 +327,7 @@ class Run:
         return lambda state: evaluate(self._evaluated(state))
 
     def _evaluated(self, state: TrainState) -> TrainState:
-        """Return the state that evaluation and sample see: with `--ema` that of the averages."""
+        """Return the state for evaluation and samples: with `--ema`, the averages."""
         return state if self.config.ema is None else with_ema(state)
 
     def _finish(self, loop: Loop, state: TrainState, steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run has to do with files: its checkpoints, and the weights that it begins with."""
+"""A run's checkpoints and initial weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from jfsdp.trainer.run.config import TrainConfig
 
 
 def check_policies(config: TrainConfig) -> dict[str, Any]:
-    """Return when a run saves and what it keeps, as arguments of `Checkpointer`.
+    """Return a run's policies for saving and keeping checkpoints, as arguments of `Checkpointer`.
 
     Raises:
-      ValueError: for policies that make no sense.
+      ValueError: for invalid policies.
     """
     best = None if config.keep_best is None else parse_best(config.keep_best)
     keep = Keep(config.keep or None, config.keep_every, best)
@@ -41,21 +41,21 @@ def open_checkpoints(config: TrainConfig, run_dir: Path) -> Checkpointer:
 
 
 def leaves_out_base(config: TrainConfig) -> bool:
-    """Tell whether a run's checkpoints leave out the base: where it trains adapters."""
+    """Whether a run's checkpoints omit the base weights, because it trains adapters."""
     return bool(config.lora) or config.init_adapter is not None
 
 
 def find_job(config: TrainConfig) -> Job:
-    """Load the job of a run, with the fields of its configuration that its weights and its options ask for."""
+    """Load the job of a run, configured by its weights and its options."""
     job, path = load_job(config.model, config.factory), weights_path(config)
     return with_preference(pretrained.fit_job(job, path, dict(config.model_config)), config.preference, config.beta)
 
 
 def with_tokenizer(config: TrainConfig, job: Job, stored: Mapping[str, Any]) -> TrainConfig:
-    """Return a configuration that names its tokenizer: as given, as the run had it, or the tokenizer of the weights.
+    """Return a configuration with a tokenizer: the given one, the resumed run's, or the one of the weights.
 
     Raises:
-      ValueError: if these weights have none.
+      ValueError: if the weights have no tokenizer.
     """
     found, path = config.tokenizer or stored.get("config", {}).get("tokenizer"), weights_path(config)
     if found is not None or job.vocab_size is None:
@@ -67,19 +67,19 @@ def with_tokenizer(config: TrainConfig, job: Job, stored: Mapping[str, Any]) -> 
     is_used = not all(source.endswith(".bin") for source, _ in split_sources(config.data))  # not by token files
     if found is None and is_used and path and path.exists():  # `check_paths` refuses a path without a file
         raise ValueError(
-            f"--init-from {config.init_from}: has no tokenizer.json (transformers' AutoTokenizer.from_pretrained and "
-            "save_pretrained write it); name the model's tokenizer by --tokenizer PATH, or byte for a model of bytes"
+            f"--init-from {config.init_from}: has no tokenizer.json (write one with AutoTokenizer.from_pretrained and "
+            "save_pretrained of transformers); pass --tokenizer PATH, or --tokenizer byte for a model of bytes"
         )
     return dataclasses.replace(config, tokenizer=found or "byte")
 
 
 def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
-    """Open what options name, before data are read, a model is traced and anything is written. Reads headers.
+    """Check the files that options name, before data are read, the model is traced and files are written.
 
-    A run that goes on needs the weights that it began with only where its checkpoints leave them out.
+    Reads headers only. A resumed run needs its initial weights only if its checkpoints omit them.
 
     Raises:
-      ValueError: naming the option, if nothing is at its path, or something else than is needed.
+      ValueError: naming the option, if its path does not exist or has the wrong content.
     """
 
     def open_weights(path: str) -> Any:
@@ -99,7 +99,7 @@ def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
 
 
 def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainState:
-    """Make the first state from the weights that were given."""
+    """Return the initial state from the weights of `init_from`."""
     how: dict[str, Any] = {"config": job.config, "key": config.init_key, "seed": config.seed}
     path = weights_path(config)
     assert path is not None
@@ -107,7 +107,7 @@ def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainSta
 
 
 def stated_by_weights(config: TrainConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how others call the model that the run began with; empty where nobody said.
+    """Return the Hugging Face `config.json` of the run's initial weights; {} if there is none.
 
     Args:
       stored: the `config.json` of the run to resume, or empty.
@@ -117,19 +117,19 @@ def stated_by_weights(config: TrainConfig, stored: Mapping[str, Any]) -> dict[st
 
 
 def describe_model(job: Job, seq_len: int, theirs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Say of a run's model how others call it, for exports; None: they could not.
+    """Return the Hugging Face `config.json` of a run's model, for exports; None if no architecture matches.
 
     Args:
-      theirs: as `stated_by_weights` returns it.
+      theirs: the result of `stated_by_weights`.
     """
     if not (job.pretrained or {}).get("to_config"):
         return None
     try:
         return pretrained.config_json(job.pretrained, job.config, seq_len, theirs)
-    except ValueError:  # no architecture of theirs computes that
+    except ValueError:  # no architecture of Hugging Face computes this model
         return None
 
 
 def weights_path(config: TrainConfig) -> Path | None:
-    """Return where the weights are that a run begins with."""
+    """Return the path of a run's initial weights."""
     return None if config.init_from is None else Path(config.init_from).expanduser()

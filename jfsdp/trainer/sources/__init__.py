@@ -1,1 +1,1 @@
-"""What a run trains on, as its loop sees it: tokens, pairs of answers, or custom data."""
+"""Data sources of a run: tokens, pairs of answers, or custom data."""

@@ -1,4 +1,4 @@
-"""Data that a job brings itself, as the data of a run."""
+"""Data source for custom data of a job."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _TEXT += ("chat_template", "answers", "eod_token", "eval_fraction")
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What a function of a job's data is given.
+    """The argument of a job's `data` and `eval_data`.
 
     Attributes:
-      seed: of the run, for the order of the rows.
+      seed: the run's seed, for the order of the rows.
       batch_size: rows of a batch that this process reads.
-      process_index, process_count: which share that is, and of how many. Processes that hold the same rows of a batch,
-        as along axis `tensor`, have the same one.
+      process_index, process_count: number of the share, and of all shares. Processes along axis `tensor` read the same
+        rows and have the same number.
     """
 
     seed: int
@@ -37,7 +37,7 @@ class Share:
 
 
 class OwnSource:
-    """The data of a job, from its `data` and `eval_data`; has the methods of `TokenSource` that a run calls."""
+    """Custom data of a job, from its `data` and `eval_data`. Has the methods of `TokenSource` that a run calls."""
 
     num_rows = 1
 
@@ -47,13 +47,13 @@ class OwnSource:
 
     @classmethod
     def check(cls, config: TrainConfig, job: Job) -> int:
-        """Refuse options that mean nothing for the job; return how many items a row holds."""
+        """Check that no option of text data is set. Return the items per row."""
         defaults = {field.name: field.default for field in dataclasses.fields(TrainConfig)}
         names = (*_TEXT, "seq_len") if job.item == "row" else _TEXT
         given = [name for name in names if getattr(config, name) != defaults[name]]
         if given:
             options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-            raise ValueError(f"job {job.name!r} brings its own data: {options} mean nothing for it; leave them out")
+            raise ValueError(f"job {job.name!r} has custom data: {options} have no effect; leave them out")
         if job.item == "row":
             return 1
         return job.seq_len if config.seq_len is None else config.seq_len
@@ -63,7 +63,7 @@ class OwnSource:
         return self.job.eval_data is not None
 
     def describe(self, theirs: Mapping[str, Any]) -> str:
-        return f"of job {self.job.name!r}" + "; none held out" * (not self.has_eval)
+        return f"custom data of job {self.job.name!r}" + "; none held out" * (not self.has_eval)
 
     def describe_batch(self, rows: int) -> str:
         return f"{rows} rows"
@@ -86,18 +86,18 @@ class OwnSource:
         if isinstance(found, load("grain").MapDataset):
             batches = self._divide(found, share, repeats=field == "data")
             return DataIterator(prefetch(batches, 2), stream | {"rows": len(found)})
-        own = _OfProcess(iter(found), f"job {self.job.name!r}: {field}", share.process_index, ends=field != "data")
+        local = _OfProcess(iter(found), f"job {self.job.name!r}: {field}", share.process_index, ends=field != "data")
         merge = lambda positions: dict(pair for one in positions for pair in one.items())  # noqa: E731
-        return DataIterator(own, stream | {"process_count": share.process_count}, merge)
+        return DataIterator(local, stream | {"process_count": share.process_count}, merge)
 
     def _divide(self, rows: Any, share: Share, *, repeats: bool) -> Any:
-        """Return batches of this process's rows: of a global batch, process i of n reads the i-th n-th."""
+        """Return batches of this process's rows. Process i of n reads the i-th of n equal parts of a global batch."""
         grain, num_rows, length = load("grain"), share.batch_size * share.process_count, len(rows)
         example = self._check_row(rows[0])
         if not repeats and length % num_rows and "weights" not in example:
             raise ValueError(
-                f"job {self.job.name!r}: the {length} rows of eval_data are no multiple of the {num_rows} rows of a "
-                "batch, and rows have no field 'weights'; give each row the weight 1, and the rest is filled with zeros"
+                f"job {self.job.name!r}: the {length} rows of eval_data are not a multiple of the {num_rows} rows of a "
+                "batch; add a field 'weights' with 1 to each row, so that zeros can fill the last batch"
             )
         endless = rows.repeat() if repeats else rows
         zeros = jax.tree.map(np.zeros_like, example)
@@ -108,7 +108,7 @@ class OwnSource:
             found = [endless[at] if repeats or at < length else zeros for at in places]
             if None in found:
                 at = first + found.index(None)
-                raise ValueError(f"job {self.job.name!r}: its data have no row {at}; filter before they are a dataset")
+                raise ValueError(f"job {self.job.name!r}: its data have no row {at}; filter rows before the dataset")
             return jax.tree.map(lambda *xs: np.stack(xs), *found)
 
         num_batches = 2**62 // num_rows if repeats else -(-length // num_rows)
@@ -120,14 +120,14 @@ class OwnSource:
         wanted = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape)}", wanted)
         if shapes(row) != wanted:
             raise ValueError(
-                f"job {self.job.name!r}: its data give rows {shapes(row)}, and its batch= has rows {wanted}; give both "
-                "the same names, shapes and dtypes"
+                f"job {self.job.name!r}: its data have rows {shapes(row)}, and its batch= has rows {wanted}; use the "
+                "same names, shapes and dtypes in both"
             )
         return row
 
 
 class _OfProcess(Iterator[Batch]):
-    """A process's own iterator, with its state under the number of its share."""
+    """A process's iterator, whose state is stored under the number of its share."""
 
     def __init__(self, batches: Any, name: str, index: int, *, ends: bool):
         if not all(hasattr(batches, method) for method in ("get_state", "set_state")):
@@ -143,7 +143,7 @@ class _OfProcess(Iterator[Batch]):
         except StopIteration:
             if self.ends:
                 raise
-            raise ValueError(f"{self.name} ended, and the run goes on; repeat the batches") from None
+            raise ValueError(f"{self.name} ended before the run; repeat the batches") from None
 
     def get_state(self) -> dict[str, Any]:
         return {self.index: self.batches.get_state()}

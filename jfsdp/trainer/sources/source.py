@@ -1,4 +1,4 @@
-"""The kinds of data of a run, and which of them a job takes."""
+"""Selection of the data source for a job."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ Source = TokenSource | OwnSource
 
 
 def source_of(job: Job) -> type[TokenSource] | type[OwnSource]:
-    """Return the class of a job's data. Its `check` refuses options and jobs, and reads no data."""
+    """Return the class of a job's data source. Its `check` validates options and job without reading data."""
     return OwnSource if callable(job.data) else {"tokens": TokenSource, "pairs": PairSource}[job.data]
 
 
 def open_source(config: TrainConfig, job: Job, row_items: int) -> Source:
-    """Open the data that a run trains on.
+    """Open the data of a run.
 
     Raises:
-      ValueError: for data that cannot be had, or do not fit the model.
+      ValueError: for data that cannot be read, or do not fit the model.
     """
     return source_of(job)(config, job, row_items)

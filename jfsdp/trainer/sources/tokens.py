@@ -1,4 +1,4 @@
-"""Texts, and choices between two answers, as the data of a run."""
+"""Data sources for texts and for pairs of answers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from jfsdp.trainer.step import without_packing
 
 
 class TokenSource:
-    """Documents as rows of `seq_len` tokens: the data of a run, opened once, in every process.
+    """Documents as rows of `seq_len` tokens, opened once in every process.
 
     Attributes:
-      item: what rates are per: "token" or "row".
-      counted: what losses are per: "token", "row" or "pair".
-      num_rows: rows of items that a row of a batch has: 2 where it is a pair.
+      item: unit of rates: "token" or "row".
+      counted: unit of losses: "token", "row" or "pair".
+      num_rows: sequences per row of a batch: 2 for pairs.
     """
 
     item, form, counted, num_rows = "token", "tokens", "token", 1
@@ -35,40 +35,40 @@ class TokenSource:
         options = {name: getattr(config, name) for name in names}
         data = DataConfig(seq_len=seq_len, documents_per_row=job.documents_per_row, **options)
         self.data = open_data(data, vocab_size=job.vocab_size)
-        # A run that was begun when options without effect were taken goes on with them.
+        # Older versions accepted these options without effect, so resumed runs may have them.
         self.data.check_used(None if config.resume is None else ("chat_template", "answers"))
         form = self.data.form
         if form == "pairs" and self.form != "pairs":
             raise ValueError(
-                f"data {config.data!r}: are choices between two answers; name the loss with --preference, such as dpo"
+                f"data {config.data!r}: are pairs of answers; choose a loss with --preference, such as dpo"
             )
         if form != "pairs" and self.form == "pairs":
             raise ValueError(
                 f"data {config.data!r}: are {'texts' if form == 'text' else 'conversations or completions'}, and "
-                f"--preference {config.preference} takes records with chosen and rejected, and no messages next to "
-                "them: these make a record a conversation; take messages out of it, or leave --preference out"
+                f"--preference {config.preference} needs records with chosen and rejected and without messages (a "
+                "record with messages is a conversation); remove messages, or leave --preference out"
             )
         self.config, self.seq_len = config, seq_len
 
     @classmethod
     def check(cls, config: TrainConfig, job: Job) -> int:
-        """Refuse a job that is not trained on tokens, and data that are none; return the tokens of a row."""
+        """Check that the job trains on tokens. Return the tokens per row."""
         seq_len = job.seq_len if config.seq_len is None else config.seq_len
         batch = job.batch(1, seq_len)
         if job.vocab_size is None or not isinstance(batch, Mapping) or not {"tokens", "targets"} <= batch.keys():
             raise ValueError(
-                f"job {job.name!r} does not take batches of tokens and targets (with a vocab_size), which is what "
-                "field `data` of a job, 'tokens', says; a job may bring other data by data=f(share)"
+                f"job {job.name!r} has data='tokens', but no vocab_size, or batches without tokens and targets; add "
+                "these, or use custom data with data=f(share)"
             )
         return seq_len
 
     @property
     def has_eval(self) -> bool:
-        """Tell whether anything is held out."""
+        """Whether any documents are held out."""
         return bool(len(self.data.eval))
 
     def describe(self, theirs: Mapping[str, Any]) -> str:
-        """Describe the data in a line, and where they contradict `theirs`, the `config.json` of the first weights."""
+        """Describe the data, and contradictions to `theirs`, the `config.json` of the initial weights, in one line."""
         tokenizer, end = self.data.tokenizer, theirs.get("eos_token_id")
         line = f"{self.config.data!r}: {self.data.found}{self._padding()}"
         length = theirs.get("max_position_embeddings")
@@ -79,11 +79,11 @@ class TokenSource:
         ends = [] if end is None else np.atleast_1d(end).tolist()
         if tokenizer and ends and not self.data.has_conversations and tokenizer.eod_id not in ends:
             ours = f"{tokenizer.decode([tokenizer.eod_id], special=True)!r} ({tokenizer.eod_id})"
-            line += f"; NOTE: documents end with {ours}, the weights say eos_token_id={end}: --eod-token names another"
+            line += f"; NOTE: documents end with {ours}, but the weights have eos_token_id={end}: see --eod-token"
         return f"{line}; {len(self.data.eval)} held out"
 
     def _padding(self) -> str:
-        """Say how much of a row is padding because of its bounded number of documents, where that is much.
+        """Describe the padding caused by `documents_per_row`, if it is at least 10 %.
 
         Cost: reads at most 64 documents.
         """
@@ -96,8 +96,8 @@ class TokenSource:
         if padding < 0.1:
             return ""
         return (
-            f"; about {padding:.0%} of each row is padding: documents have {mean:.0f} tokens, and a row holds at most "
-            f"{config.documents_per_row}, padding included; raise it with --model-config documents_per_row=N"
+            f"; about {padding:.0%} of each row is padding: documents have {mean:.0f} tokens, and a row has at most "
+            f"{config.documents_per_row} documents, including padding; raise --model-config documents_per_row=N"
         )
 
     def describe_batch(self, rows: int) -> str:
@@ -105,32 +105,32 @@ class TokenSource:
         return f"{rows} rows of {self.seq_len} tokens"
 
     def decides(self) -> dict[str, Any]:
-        """Return all of the data that losses depend on, as `config.json` is to say it."""
+        """Return all properties of the data on which losses depend, for `config.json`."""
         names = ("eval_fraction", "cross_documents")
         data = {"data (digest)": self.data.digest, "tokenizer": self.data.encoding}
         return data | {name: getattr(self.config, name) for name in names}
 
     def train_batches(self, **share: int) -> DataIterator:
-        """Start the endless training batches of this process; see `make_train_iterator`."""
+        """Return an endless iterator over the training batches of this process; see `make_train_iterator`."""
         return make_train_iterator(self.data, **share)
 
     def eval_batches(self, **share: int) -> DataIterator:
-        """Start a pass over the held-out batches of this process; see `make_eval_iterator`."""
+        """Return an iterator over the held-out batches of this process; see `make_eval_iterator`."""
         return make_eval_iterator(self.data, **share)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Bring a batch into the form that the model is given."""
+        """Return a batch in the form for the model."""
         return without_packing(batch) if self.config.cross_documents else batch
 
     def sample(self, job: Job, model: Any, state: Any) -> list[str]:
-        """Generate one text for each data shard: the prompt and what follows, up to the end of a document.
+        """Generate one text per data shard: the prompt and its continuation, up to the end of a document.
 
         Raises:
           ValueError: for token files, a job without a cache, and a prompt that fills a row.
         """
         tokenizer, config = self.data.tokenizer, self.config
         if tokenizer is None:
-            raise ValueError("token files come without a tokenizer")
+            raise ValueError("token files have no tokenizer")
         prompt = np.concatenate([[tokenizer.eod_id], tokenizer.encode(config.prompt)])
         generate = Generator(model, job, Sampling(0.8, seed=config.seed), stop=[tokenizer.eod_id])
         prompts = [prompt] * num_data_shards(dict(model.layout.mesh_sizes))
@@ -142,8 +142,8 @@ class PairSource(TokenSource):
     """Pairs of answers, one row [2 T] each; see `TokenSource`.
 
     Attributes:
-      reference: float32 [N 2], by number of document: the log-likelihoods of both answers by the frozen reference. To
-        be set before a batch is prepared.
+      reference: float32 [N 2] by document number, the log-likelihoods of both answers under the frozen reference. Set
+        it before `prepare`.
     """
 
     form, counted, num_rows = "pairs", "pair", 2
@@ -154,12 +154,12 @@ class PairSource(TokenSource):
 
     @property
     def num_documents(self) -> int:
-        """Return how many rows `reference` has."""
+        """The number of rows of `reference`."""
         parts = (*self.data.train.parts, *self.data.eval.parts)
         return 1 + max(part.number(len(part) - 1) for part in parts if len(part))
 
     def every_batch(self, **share: int) -> Iterator[Batch]:
-        """Pass once over all pairs, of training and held out."""
+        """Yield all pairs once, training and held-out."""
         for split in (self.data.train, self.data.eval):
             if len(split):
                 yield from make_pass_iterator(self.data, split, **share)

@@ -43,7 +43,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"opt_over": "replica,fsdp", "strategy": "ddp"}, "opt_over=..strategy 'ddp'"),
     ({"preference": "dpo"}, "--preference dpo..--init-from"),
     ({"reference": "x"}, "--reference x..--preference"),
-    ({**VIT, "preference": "dpo", "init_from": "x"}, "models of tokens"),
+    ({**VIT, "preference": "dpo", "init_from": "x"}, "model of tokens"),
     ({"profile": "5:3"}, "--profile 5:3..START:STOP"),
     ({"profile": "101:102"}, "--profile 101:102..--steps 100"),
     ({"restart_data": True}, "--restart-data..--resume STEP"),
@@ -220,6 +220,6 @@ def test_microbatches_follow_from_the_global_batch_and_the_devices(mesh, rows, a
 
 
 def test_a_global_batch_that_the_devices_do_not_divide_is_refused_with_the_arithmetic():
-    for rows, size, facts in ((5, 48, ["5/1 rows", "--batch-per-device", "1, 2, 3, 6"]), (1, 12, ["8 devices"])):
+    for rows, size, facts in ((5, 48, ["5/1 rows", "--batch-per-device", "1, 2, 3, 6"]), (1, 12, ["8 data shards"])):
         asked = changed(CONFIG, global_batch=size, batch_per_device=rows)
         refuses(lambda asked=asked: with_global_batch(asked, make_mesh(fsdp=8)), f"--global-batch {size}", *facts)

@@ -79,7 +79,7 @@ def test_evaluation_takes_the_same_batches_every_time(sharded):
 
 def test_nothing_held_out_is_an_error(sharded):
     job, model, state = sharded
-    with pytest.raises(ValueError, match="nothing counts in the held-out batches"):
+    with pytest.raises(ValueError, match="the held-out batches have no weight"):
         make_evaluator(model, job.loss, lambda: list(_batches())[2:])(state)
 
 
