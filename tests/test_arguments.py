@@ -206,11 +206,11 @@ WRONG_VALUES = {
     "donate=[0, 5]: [5] is not an input": lambda: evaluated(donate=[0, 5]),
     "donate=[0, 0]: [0] is not an input, or is repeated": lambda: evaluated(donate=[0, 0]),
     "init_from: params are not the leaves of this model:\n  missing: bias": lambda: MODEL.init_from(ADAM, {}),
-    "is no path; name a directory": lambda: jfsdp.checkpoint.Snapshots("", "run"),
+    "is not a path; name a directory": lambda: jfsdp.checkpoint.Snapshots("", "run"),
     "take: step=-1 must be a whole number, at least 0": lambda: jfsdp.checkpoint.Snapshots("a", "run").take(
         -1, MODEL.abstract_state(ADAM)
     ),
-    "checkpoint '': is no path; name a directory": lambda: jfsdp.checkpoint.Checkpointer(""),
+    "checkpoint '': is not a path; name a directory": lambda: jfsdp.checkpoint.Checkpointer(""),
     "Job: seq_len=0 must be a whole number, at least 1": lambda: jfsdp.trainer.Job(**SHARED, seq_len=0),
     "Work: items=0 must be a whole number, at least 1": lambda: jfsdp.plan.Work(0, 1, "token", None, "float32"),
     "audit: tolerance=-1 must be a number, at least 0": lambda: jfsdp.plan.audit("", MODEL.layout, tolerance=-1),

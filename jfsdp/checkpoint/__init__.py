@@ -1,4 +1,4 @@
-"""States on disk and between layouts: save and restore, weights from elsewhere, resharding, whole arrays."""
+"""Checkpoints and layouts: save, restore, pretrained weights, resharding, whole arrays."""
 
 from typing import TYPE_CHECKING
 

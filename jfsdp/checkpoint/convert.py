@@ -1,4 +1,4 @@
-"""One checkpoint into another: other dtypes, layers stacked or listed, some of the arrays."""
+"""Conversion of a checkpoint: other dtypes, layers stacked or listed, a selection of arrays."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names
 from jfsdp.layout.select import select_leaves
 
 MEMORY_BYTES = STREAM_BYTES + 2 * 5 * 8 * sources.PIECE_BYTES
-"""What writing from a source takes on the host at most: 8 pieces at once, each as it is stored, read, cast, encoded and
-gathered into a file; and as much again in fragments that malloc keeps (measured: half of that)."""
+"""Maximum host memory of writing from a source: 8 pieces at once, each in 5 copies (stored, read, cast, encoded, and
+gathered into a file), and as much again in fragments that malloc keeps (measured: half of that)."""
 
 
 def choose_dtypes(arrays: Mapping[str, jax.ShapeDtypeStruct], casts: Sequence[str]) -> dict[str, Any]:
-    """Read casts such as `bfloat16` (all parameters) and `opt_state=float32`, later ones first; by name of the array.
+    """Return the dtype of each array to cast, from texts such as `bfloat16` (all parameters) and `opt_state=float32`.
 
-    Only floating arrays are cast.
+    Later texts take precedence. Only floating arrays are cast.
 
     Raises:
-      ValueError: for an unknown dtype, or a pattern that matches nothing.
+      ValueError: if a dtype is unknown, or a pattern matches nothing.
     """
     chosen: dict[str, Any] = {}
     for cast in casts:
@@ -55,23 +55,23 @@ def convert(
     skip: str | Sequence[str] | None = None,
     progress: sources.Progress = sources.no_progress,
 ) -> tuple[str, ...]:
-    """Write a checkpoint anew. What is read is checked before; what is written has digests. One process does it.
+    """Write a converted copy of a checkpoint, in one process. Files read are checked against their digests.
 
-    A checkpoint needs none of this to be restored on another mesh, strategy, engine, storage or form of layers.
+    Restoring on another mesh, strategy, engine, storage or form of layers needs no conversion.
 
-    Memory:  `MEMORY_BYTES`, whatever the size of the checkpoint.
+    Memory:  `MEMORY_BYTES`, regardless of the size of the checkpoint.
 
     Args:
       path: one checkpoint.
-      target: a directory that does not exist yet.
+      target: a new directory.
       casts: as `choose_dtypes`.
-      stack: the name of a list of layers, such as "layers" of `layers.0.attn` (or `layers_0.attn`), to be one stack.
-      unstack: the name of a stack of layers to be a list; "h_" makes `h_0` of `h`, as flax.linen calls them.
+      stack: name of a list of layers to stack, such as "layers" for `layers.0.attn` or `layers_0.attn`.
+      unstack: name of a stack of layers to convert to a list; "h_" converts `h` to `h_0` and so on, as in flax.linen.
       only, skip: patterns of names, as in `restore`.
-      progress: called with each array's name, and the bytes of the piece that was read.
+      progress: called with the array's name and the bytes of each piece read.
 
     Returns:
-      A line for each array that holds NaN or infinite values: they are written as they are.
+      A line for each array with NaN or infinite values, which are written unchanged.
 
     Raises:
       ValueError: if there is no checkpoint, it is damaged, `target` exists, or an argument matches nothing.
@@ -81,7 +81,7 @@ def convert(
 
     source = CheckpointSource(path, cache_bytes=STREAM_BYTES)
     if source.path in local_path(target).parents:
-        raise ValueError(f"checkpoint {source.path}: {target} is inside of it; choose a path beside it")
+        raise ValueError(f"checkpoint {source.path}: {target} is inside it; choose a path outside")
     names = choose(source.arrays, only, skip)
     source.check(names)
     view: sources.Source = sources.Watched(sources.subset(source, names), progress)
@@ -97,7 +97,7 @@ def convert(
 
 
 def _under(source: sources.Source, names: Sequence[str]) -> sources.Source:
-    """Return a source under names some of which are stacks of its lists, or members of its stacks."""
+    """Return a source under names, with its lists converted to stacks and its stacks to lists where needed."""
     return sources.subset(OtherLayers(source, names), names)
 
 
@@ -110,17 +110,19 @@ def write_source(
     key_impls: Mapping[str, str | None] | None = None,
     allow_nonfinite: bool = True,
 ) -> tuple[str, ...]:
-    """Write the arrays of a source as a checkpoint. Memory: `MEMORY_BYTES`, beside what the source keeps.
+    """Write the arrays of a source as a checkpoint.
+
+    Memory:  `MEMORY_BYTES`, in addition to the memory of the source.
 
     Args:
-      manifest, documents: what stands beside them; format, date, versions and names are added.
-      allow_nonfinite: False leaves nothing at `target` where a value is NaN or infinite.
+      manifest, documents: data saved with the arrays; format, date, versions and names are added.
+      allow_nonfinite: False raises and writes nothing if a value is NaN or infinite.
 
     Returns:
-      A line for each array that holds such values.
+      A line for each array with such values.
 
     Raises:
-      ValueError: if `target` exists, another process writes it, or values are not finite and may not be.
+      ValueError: if `target` exists, another process writes it, or there are non-finite values that are not allowed.
       OSError: if the disk is full or not writable.
     """
     from jfsdp.checkpoint.disk.pieces import Pieces
@@ -137,7 +139,7 @@ def write_source(
     for name, array in source.arrays.items():
         cell = sources.cell_of(array.shape, array.dtype.itemsize)
         parts = [(index, functools.partial(read, name, index)) for index in sources.grid(array.shape, cell)]
-        pieces[name] = Pieces(array.shape, np.dtype(array.dtype), cell, parts)  # each part is read when it is written
+        pieces[name] = Pieces(array.shape, np.dtype(array.dtype), cell, parts)  # parts are read when they are written
     described = {name: Logical(x.shape, x.dtype, impls.get(name)) for name, x in source.arrays.items()}
     whole = make_manifest(described, target.name) | dict(manifest)
 

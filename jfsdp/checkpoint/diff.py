@@ -1,4 +1,4 @@
-"""How two sources of arrays differ: names, shapes, dtypes and values, without holding either."""
+"""Comparison of two sources in names, shapes, dtypes and values, reading one piece at a time."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from jfsdp.checkpoint.source import Source, pieces_of
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How one array differs that both have in one shape.
+    """Difference of an array between two sources, where it has the same shape.
 
     Attributes:
-      max_abs: the largest absolute difference; infinite where one has a NaN or infinity and the other has not.
-      max_rel: the same over the largest absolute value of the first; 0 where that is 0.
-      num_elements: how many elements differ.
-      at: the index of the largest difference.
+      max_abs: the largest absolute difference; infinite where only one value is NaN or infinite.
+      max_rel: `max_abs` over the largest absolute value of the first; 0 if that is 0.
+      num_elements: number of elements that differ.
+      at: index of the largest difference.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Difference:
 
 @dataclasses.dataclass(frozen=True)
 class Differences:
-    """How two sources differ; `values` is sorted, the largest relative difference first."""
+    """Differences between two sources. `values` is sorted by relative difference, the largest first."""
 
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
@@ -46,11 +46,11 @@ class Differences:
 
 
 def diff(first: Source, second: Source) -> Differences:
-    """Compare two sources. Layers that one has stacked and the other in a list are compared all the same.
+    """Compare two sources. Stacked layers are compared with lists of layers.
 
-    Arrays of different dtype are compared in value too, in float64 or in integers.
+    Arrays that differ in dtype are compared in value too, in float64.
 
-    Memory:  pieces of 16 MiB, and what the sources keep.
+    Memory:  pieces of 16 MiB, in addition to the memory of the sources.
     """
     other = OtherLayers(second, first.arrays)
     shared = [name for name in first.arrays if name in other.arrays]
@@ -79,7 +79,7 @@ def _show(array: Any) -> str:
 
 
 def _compare(first: Source, second: Source, name: str) -> Difference | None:
-    """Compare two arrays of one shape, piece by piece; None where no value differs (0 and -0 do not)."""
+    """Compare two arrays of equal shape in pieces; None if no value differs (0 equals -0)."""
     largest, scale, count, at = -1.0, 0.0, 0, ()
     for index in pieces_of(first.arrays[name]):
         one, two = first.read(name, index), second.read(name, index)

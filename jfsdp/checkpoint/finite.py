@@ -1,4 +1,4 @@
-"""Values that are not finite, counted while arrays pass: none comes in or goes out without a word."""
+"""Non-finite values, counted while arrays are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jfsdp.checkpoint.source import Index, Source, count_nonfinite
 
 
 class Counted:
-    """A source that counts the values that are read, and those of them that are not finite."""
+    """A source that counts the values it reads, and the non-finite ones among them."""
 
     def __init__(self, source: Source):
         self._source, self.arrays = source, source.arrays
@@ -27,18 +27,18 @@ class Counted:
         return block
 
     def lines(self) -> tuple[str, ...]:
-        """Return a line for each array with values that are not finite: how many of how many that were read."""
+        """Return a line for each array with non-finite values, with their number and the number of values read."""
         counts = sorted(self._counts.items())
         return tuple(f"{name}: {bad:,} of {total:,} elements are not finite" for name, (bad, total) in counts if bad)
 
 
 def refuse_nonfinite(where: Any, lines: Sequence[str], *, allow: bool) -> None:
-    """Refuse what holds NaN or infinite values, if any line says so and they are not allowed.
+    """Raise an error if there are non-finite values and they are not allowed.
 
     Raises:
-      ValueError: with the first of these lines.
+      ValueError: with the first 8 lines.
     """
     if lines and not allow:
         more = f"; and {len(lines) - 8} more arrays" if len(lines) > 8 else ""
-        remedy = "take weights without NaN and infinite values, or pass allow_nonfinite=True (--allow-nonfinite)"
+        remedy = "use weights without NaN and infinite values, or pass allow_nonfinite=True (--allow-nonfinite)"
         raise ValueError(f"{where}: {'; '.join(lines[:8])}{more}; {remedy}")

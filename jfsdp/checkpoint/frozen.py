@@ -1,8 +1,8 @@
-"""Checkpoints without what is not trained: which arrays they have, and of which base they are.
+"""Checkpoints without frozen parameters, and the check of their base.
 
 [Note: the base of a checkpoint]
-A run that trains adapters need not write gigabytes of weights that never change. Its checkpoints hold what is trained,
-and a digest of every frozen leaf: whoever restores one gives a state that has the base, and another base is refused.
+A run that trains adapters need not write gigabytes of weights that never change. Its checkpoints contain the trained
+arrays and a digest of every frozen leaf. Restoring one requires a state with the same base; another base is an error.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def without_frozen(state: TrainState) -> TrainState:
 
 
 def frozen_digests(state: TrainState) -> dict[str, int]:
-    """Return a number for each leaf that is not trained: of its logical bits, the same on every mesh.
+    """Return a digest of each leaf that is not trained, from its logical bits; it is the same on every mesh.
 
-    Cost:    each device reads its part of these leaves once, and a number of each is summed over all devices.
-    Memory:  what is offloaded is copied to its device, a leaf at a time.
+    Cost:    each device reads its part of these leaves once; one number per leaf is summed over all devices.
+    Memory:  offloaded leaves are copied to their device one at a time.
     """
     frozen = [leaf for leaf in state.layout.leaves if not leaf.trainable and leaf.path in state.params]
     found = {leaf.path: _digest(state.params[leaf.path], leaf.shape) for leaf in frozen}
@@ -42,15 +42,15 @@ def _digest(x: Any, shape: tuple[int, ...]) -> jax.Array:
 
 
 def check_base(path: Any, base: Mapping[str, int], like: TrainState) -> None:
-    """Refuse to restore onto another base than a checkpoint was trained on, or onto none.
+    """Check that `like` has the base on which a checkpoint was trained.
 
     Raises:
-      ValueError: naming the first leaf that differs, and how many.
+      ValueError: if it has another base or none; names the first leaf that differs, and the number of others.
     """
     if not isinstance(like.step, jax.Array):
-        raise ValueError(f"checkpoint {path}: has no frozen leaves ({len(base)}); pass like=a live state that has them")
-    there = frozen_digests(like)
-    differing = sorted(name for name in base.keys() | there.keys() if base.get(name) != there.get(name))
+        raise ValueError(f"checkpoint {path}: omits {len(base)} frozen leaves; pass like=a live state that has them")
+    ours = frozen_digests(like)
+    differing = sorted(name for name in base.keys() | ours.keys() if base.get(name) != ours.get(name))
     if differing:
-        what = f"{differing[0]} and {len(differing) - 1} more differ; begin from the weights that it began from"
+        what = f"{differing[0]} and {len(differing) - 1} more differ; use the weights that its training began with"
         raise ValueError(f"checkpoint {path}: was trained on another base: {what}")

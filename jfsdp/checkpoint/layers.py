@@ -1,12 +1,12 @@
-"""A model's layers, stacked in one array or in a list, read in the form that is wanted.
+"""Conversion between stacked layers and lists of layers while reading.
 
-The layers of a stack are told by names alone: `layers.attn.kernel [L ...]` is `layers.0.attn.kernel` to
-`layers.<L-1>.attn.kernel`, and in flax.linen `h.kernel` is `h_0.kernel` and on. Only names that would be missing are
-looked for in the other form; a list counts only if it is whole, and a stack is used up only if all of its rows are
-wanted: where a model has fewer layers than the checkpoint, the stack stays extra.
+Only names identify the layers of a stack: `layers.attn.kernel [L ...]` is `layers.0.attn.kernel` to
+`layers.<L-1>.attn.kernel`, and in flax.linen `h.kernel` is `h_0.kernel` and so on. Only names that would be missing are
+searched in the other form. A list must be complete. A stack counts as used only if all of its rows are wanted: if a
+model has fewer layers than the checkpoint, the stack is reported as extra.
 
-Optimizers have states of one element for leaves that need none (optax's `scale_by_factored_rms`: [1], for a stack and
-for a layer alike): such a state is the same in both forms.
+Some optimizers have states of one element for leaves that need none (optax's `scale_by_factored_rms`: [1], for a stack
+and for a layer). Such a state is the same in both forms.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from jfsdp.checkpoint.source import Index, Source
 
 
 class OtherLayers:
-    """A source under the names that somebody wants, where that one has stacks for lists or lists for stacks.
+    """A source under the wanted names, with stacks converted to lists and lists to stacks where needed.
 
     Args:
-      source: the arrays that there are.
-      wanted: the names that are wanted; or by name what is, with its shape.
+      source: the arrays to read.
+      wanted: the wanted names, optionally with shapes.
     """
 
     def __init__(self, source: Source, wanted: Iterable[str] | Mapping[str, Any]):
@@ -53,7 +53,7 @@ class OtherLayers:
         self.arrays: Mapping[str, jax.ShapeDtypeStruct] = arrays
 
     def sources(self, name: str) -> tuple[str, ...]:
-        """Return the names under which the source has an array."""
+        """Return the names in the source from which an array is read."""
         if name in self._stacks:
             return self._stacks[name]
         if name in self._same:
@@ -74,7 +74,7 @@ class OtherLayers:
         return out
 
     def _find_same(self, name: str, shape: tuple[int, ...] | None) -> tuple[str, ...] | None:
-        """Return the names of an optimizer's state of one element that is no array of layers in either form."""
+        """Return the names of an optimizer's one-element state, which has no layer dim in either form."""
         if shape != (1,) or not name.startswith("opt_state."):
             return None
         whole = next((stack for stack, _ in _rows(name) if stack in self._source.arrays), None)
@@ -82,7 +82,7 @@ class OtherLayers:
         return found if found and self._source.arrays[found[0]].shape == shape else None
 
     def _find_stack(self, name: str) -> tuple[str, ...] | None:
-        """Return the names of a whole list of layers that a wanted stack is made of."""
+        """Return the complete list of layers that makes up a wanted stack."""
         members = self._members.get(name, {})
         shapes = {(self._source.arrays[m].shape, self._source.arrays[m].dtype) for m in members.values()}
         if len(shapes) != 1 or sorted(members) != list(range(len(members))):
@@ -91,31 +91,31 @@ class OtherLayers:
 
 
 def _rows(name: str) -> Iterator[tuple[str, int]]:
-    """Yield the stacks that an array of a list may be a row of: the name without one of its numbers, and that."""
+    """Yield the stacks of which an array may be a row: the name without one of its numbers, and the number."""
     for match in re.finditer(r"[._](\d+)(?=\.|$)", name):
         yield name[: match.start()] + name[match.end() :], int(match[1])
 
 
 def _members(names: Iterable[str]) -> dict[str, dict[int, str]]:
-    """Group names that have a number in them by the name without it: stack -> number -> name.
+    """Group names that contain a number by the name without it: stack -> number -> name.
 
-    A stack that two names have the same place in is left out: `a.0.1` without its first number, and `a.1.0` without its
-    second, are both `a.1` 0, and which of them it is nobody can tell.
+    A stack with two names for one row is ambiguous and left out: `a.0.1` without its first number and `a.1.0` without
+    its second are both row 0 of `a.1`.
     """
     found: dict[str, dict[int, str]] = {}
-    unclear: set[str] = set()
+    ambiguous: set[str] = set()
     for name in names:
         for stack, row in _rows(name):
             if found.setdefault(stack, {}).setdefault(row, name) != name:
-                unclear.add(stack)
-    return {stack: members for stack, members in found.items() if stack not in unclear}
+                ambiguous.add(stack)
+    return {stack: members for stack, members in found.items() if stack not in ambiguous}
 
 
 def stack_names(arrays: Mapping[str, Any], layers: str) -> list[str]:
-    """Return names with the members of a list of layers, `layers.0.attn` or `layers_0.attn`, replaced by their stacks.
+    """Replace the members of a list of layers, `layers.0.attn` or `layers_0.attn`, by the names of their stacks.
 
     Raises:
-      ValueError: if there is no such list, one is not whole, or its members differ in shape.
+      ValueError: if there is no such list, it is incomplete, or its members differ in shape or dtype.
     """
     member = re.compile(rf"(^|.*\.){re.escape(layers.rstrip('_'))}[._](\d+)(\..*|$)")
     found: dict[str, dict[int, str]] = {}
@@ -125,16 +125,16 @@ def stack_names(arrays: Mapping[str, Any], layers: str) -> list[str]:
             stack_of[name] = f"{match[1]}{layers.rstrip('_')}{match[3]}"
             found.setdefault(stack_of[name], {})[int(match[2])] = name
     if not found:
-        raise ValueError(f"stack={layers!r}: no array is called {layers}.0 or {layers}_0, or stands below it")
+        raise ValueError(f"stack={layers!r}: no array is named {layers}.0 or {layers}_0, or lies below them")
     for stack, members in found.items():
         shapes = {(arrays[name].shape, arrays[name].dtype) for name in members.values()}
         if len(shapes) > 1 or sorted(members) != list(range(len(members))):
-            raise ValueError(f"stack={layers!r}: the layers of {stack} are not all there, or not all alike")
+            raise ValueError(f"stack={layers!r}: the layers of {stack} are incomplete, or differ in shape or dtype")
     return list(dict.fromkeys(stack_of.get(name, name) for name in arrays))
 
 
 def list_names(arrays: Mapping[str, Any], layers: str) -> list[str]:
-    """Return names with the stacks below `layers` replaced by the names of their members.
+    """Replace the stacks below `layers` by the names of their members.
 
     Raises:
       ValueError: if there is no such stack, or arrays below it have different numbers of layers.
@@ -145,7 +145,7 @@ def list_names(arrays: Mapping[str, Any], layers: str) -> list[str]:
     numbers = {name: (arrays[name].shape or (0,))[0] for name in stacks}
     if not stacks or len(set(numbers.values())) > 1:
         shown = ", ".join(f"{name} {number}" for name, number in list(numbers.items())[:6])
-        why = f"arrays have different numbers of layers ({shown})" if stacks else "no array stands below it"
+        why = f"arrays have different numbers of layers ({shown})" if stacks else "no array lies below it"
         raise ValueError(f"unstack={layers!r}: {why}; skip= leaves arrays out")
     out: list[str] = []
     for name in arrays:
@@ -156,7 +156,7 @@ def list_names(arrays: Mapping[str, Any], layers: str) -> list[str]:
 
 
 def _find_slice(name: str, arrays: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[str, int] | None:
-    """Return the stack and the row in it that a wanted member of a list is, if there is one and no more than one."""
+    """Return the stack, and the row in it, that a wanted member of a list is; None if there is not exactly one."""
     rows = {(stack, row) for stack, row in _rows(name) if stack in arrays}
     found = [(stack, row) for stack, row in rows if arrays[stack].shape and row < arrays[stack].shape[0]]
     return found[0] if len(found) == 1 else None

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: asynchronous saves by step, the chosen ones kept, each complete or not listed."""
+"""The checkpoints of a run: asynchronous saves by step, and deletion of those that the run does not keep."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _DELETED, _LOCK = "to-delete", "lock"
 class Checkpointer:
     """Checkpoints in `directory/<step>`, written in the background.
 
-    A save copies to the host what this process writes and returns; the files appear under a temporary name and are
-    renamed once all are there with their digests, so a listed step is a whole one. Older steps are deleted only after
-    a newer one is complete, and moved aside first: a process that is killed in between leaves no half of a step.
+    A save copies this process's pieces to the host and returns. The files are written under a temporary name and
+    renamed when all are complete with their digests, so a listed step is complete. Older steps are deleted only after
+    a newer one is complete. They are moved aside first, so a killed process leaves no incomplete step.
 
     Args:
-      directory: where steps stand; made if it is missing. One writer at a time.
-      keep: how many of the newest steps to keep; None keeps all.
-      keep_every: keep, beside these, every step that is a multiple of this.
-      keep_best: keep, beside these, the best by a metric given to `save`; `METRIC[:min|max[:N]]`.
-      every_steps: when `is_due` says that it is time to save; 0: never.
-      frozen: False leaves out the leaves that are not trained, as `save` does.
+      directory: contains the steps; created if it is missing. It has one writer at a time.
+      keep: number of newest steps to keep; None: all.
+      keep_every: in addition, keep every step that is a multiple of this.
+      keep_best: in addition, keep the best steps by a metric passed to `save`; `METRIC[:min|max[:N]]`.
+      every_steps: interval of `is_due`, in steps; 0: never.
+      frozen: False omits leaves that are not trained, as in `save`.
 
     Raises:
-      OSError: if the directory cannot be made or written to.
-      ValueError: for policies that make no sense, and a path that cannot be written to.
+      OSError: if the directory cannot be created or written to.
+      ValueError: if a policy is invalid, or the path cannot be written to.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def is_due(self, step: int) -> bool:
-        """Tell whether it is time to save after a step."""
+        """Return whether to save after a step."""
         return bool(self._every_steps) and step % self._every_steps == 0
 
     def save(
@@ -89,23 +89,22 @@ class Checkpointer:
         config: Any = None,
         metrics: Mapping[str, Any] | None = None,
     ) -> float:
-        """Start writing a step; return the seconds that this blocked.
+        """Start to write a step; return the seconds for which this call blocked.
 
-        Waits for the save before it, if that is still being written, and raises what went wrong with it. Every process
-        calls this.
+        Waits for the previous save, and raises its errors. Every process must call this.
 
-        Layout:  as `save` of one checkpoint: each process writes what it owns, in logical shapes.
-        Memory:  one host copy of what this process writes, until the step is complete.
+        Layout:  as in `save` of one checkpoint: each process writes its own pieces, in logical shapes.
+        Memory:  one host copy of this process's pieces, until the step is complete.
 
         Args:
-          extra: anything `json` writes, of this process (where it stands in the data, say).
-          config: anything `json` writes; stands beside the arrays, to read.
-          metrics: numbers by name, for `keep_best`; scalar arrays will do.
+          extra: JSON data of this process, such as its position in the data.
+          config: JSON data saved for human readers.
+          metrics: numbers or scalar arrays by name, for `keep_best`.
 
         Raises:
-          OSError: if the disk is full or not writable; earlier checkpoints stand.
-          ValueError: if the step is there already or is older than one that is, another run writes to the directory, or
-            what goes beside the state is not plain JSON.
+          OSError: if the disk is full or not writable; earlier checkpoints are kept.
+          ValueError: if the step exists or is older than an existing one, another run writes to the directory, or
+            `extra`, `config` or `metrics` is not plain JSON.
         """
         start, step = time.perf_counter(), int(step)
         self.wait()
@@ -124,18 +123,20 @@ class Checkpointer:
         return time.perf_counter() - start
 
     def _prepare(self, step: int) -> None:
-        """Check the step, and become the only writer."""
+        """Check the step, and lock the directory."""
         latest = self.latest()
         if self._lock is not None and not self.directory.is_dir():
             raise FileNotFoundError(errno.ENOENT, "was removed while a run saved to it", str(self.directory))
         if step in self.steps():
-            raise ValueError(f"checkpoint {self.directory / str(step)}: exists already; nothing is overwritten")
+            raise ValueError(
+                f"checkpoint {self.directory / str(step)}: already exists and is not overwritten; save another step"
+            )
         if latest is not None and step < latest:
             raise ValueError(f"checkpoint {self.directory}: step {step} is older than {latest}; move later steps away")
         self._become_writer()
 
     def remove_unfinished(self) -> None:
-        """Remove the unfinished save of a writer that was killed, or whose disk was full: it takes space on the disk.
+        """Remove the unfinished save of a writer that was killed or ran out of disk space.
 
         Raises:
           ValueError: if another run writes to the directory.
@@ -144,29 +145,29 @@ class Checkpointer:
             self._become_writer()
 
     def _become_writer(self) -> None:
-        """Be the only one who writes here, and remove what a killed writer left half written."""
+        """Lock the directory, and remove the incomplete files of a killed writer."""
         if self._lock is None:
             what = f"checkpoints {self.directory}: are written by"
             with readable_errors(self.directory):
                 self._lock = Lock(self.directory / _LOCK, what, "or save to another directory")
-            for left in [*self.directory.glob(f"*{UNFINISHED}"), *self.directory.glob("*.orbax-checkpoint-tmp*")]:
-                shutil.rmtree(left, ignore_errors=True)
+            for partial in [*self.directory.glob(f"*{UNFINISHED}"), *self.directory.glob("*.orbax-checkpoint-tmp*")]:
+                shutil.rmtree(partial, ignore_errors=True)
             shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
 
     def prune(self, *, dry_run: bool = False) -> list[int]:
-        """Delete the steps that are not to be kept; return them. For one process, when nothing is being saved.
+        """Delete the steps that the policy does not keep; return them. For one process, while nothing is being saved.
 
         Args:
-          dry_run: only return them.
+          dry_run: return the steps without deleting them.
 
         Raises:
-          ValueError: if another run writes to the directory, or no step has the metric that chooses the best; lists
-            those there are.
+          ValueError: if another run writes to the directory, or no step has the metric of `keep_best`; lists the
+            metrics found.
         """
         best, found = self._keep.best, {name for step in self.steps() for name in self._metrics(step)}
         if best is not None and best.metric not in found:
-            there = ", ".join(sorted(found)) or "none"
-            raise ValueError(f"keep_best: no step has a metric {best.metric!r}; there are {there}")
+            names = ", ".join(sorted(found)) or "none"
+            raise ValueError(f"keep_best: no step has the metric {best.metric!r}; the metrics are: {names}")
         if dry_run:
             return self._surplus()
         self._become_writer()
@@ -185,7 +186,7 @@ class Checkpointer:
         return surplus
 
     def _prune_or_warn(self) -> None:
-        """Do what `_prune` does, where nobody is to think that the newest step was not written."""
+        """Prune; warn on errors, which do not concern the newest step."""
         try:
             self._prune()
         except OSError as error:
@@ -196,7 +197,7 @@ class Checkpointer:
             return {}
         try:
             return read_manifest(self.directory / str(step))["metrics"] or {}
-        except ValueError:  # damaged: it goes when it is no longer among the newest
+        except ValueError:  # damaged: deleted when it is no longer among the newest
             return {}
 
     def restore(
@@ -209,25 +210,25 @@ class Checkpointer:
         one_replica: bool = False,
         fall_back: bool = False,
     ) -> tuple[TrainState, Any]:
-        """Read a step (default the newest) into the layout of `like`; return it and this process's `extra`.
+        """Read a step (default: the newest) into the layout of `like`; return the state and this process's `extra`.
 
-        Waits for a save of its own that is still being written, and raises what went wrong with it.
+        Waits for the last save of this object, and raises its errors.
 
         Args:
           only, skip, one_replica: as in `restore` of one checkpoint.
-          fall_back: where the step is damaged, warn and take the newest whole one before it.
+          fall_back: if the step is damaged, warn and read the newest intact step before it.
 
         Raises:
-          ValueError: if there is no such step (lists those there are), it is damaged, or of another model.
+          ValueError: if the step does not exist (lists the complete steps), is damaged, or is of another model.
         """
         self.wait()
         steps = only_first(self.steps)
         if not steps:
-            raise ValueError(f"checkpoint {self.directory}: holds no complete step yet")
+            raise ValueError(f"checkpoint {self.directory}: has no complete step")
         found = steps[-1] if step is None else step
         if found not in steps:
-            there = ", ".join(map(str, steps))
-            raise ValueError(f"checkpoint {self.directory}: has no step {found}; the complete steps are {there}")
+            complete = ", ".join(map(str, steps))
+            raise ValueError(f"checkpoint {self.directory}: has no step {found}; the complete steps are {complete}")
         while True:
             try:
                 state = restore(self.directory / str(found), like, only=only, skip=skip, one_replica=one_replica)
@@ -242,31 +243,31 @@ class Checkpointer:
         return state, extras[index if index < len(extras) else 0]
 
     def extras(self, step: int) -> list[Any]:
-        """Return what each process that saved a step gave as `extra`, in their order."""
+        """Return the `extra` of each process that saved a step, in process order."""
         return read_manifest(self.directory / str(step))["extra"]
 
     def __enter__(self) -> Checkpointer:
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
-        with contextlib.suppress(*[Exception] * (kind is not None)):  # the first error is the one to be told
+        with contextlib.suppress(*[Exception] * (kind is not None)):  # does not hide the first error
             self.close(alone=kind is not None)
 
     def wait(self) -> None:
-        """Wait until the last save is complete; raises what went wrong with it. Every process calls this."""
+        """Wait until the last save is complete; raise its errors. Every process must call this."""
         if self._writer is not None:
             with readable_errors(self.directory, self._needed):
                 wait_for(self._writer)
 
     def num_bytes(self) -> int:
-        """Return how many bytes of the save under way are on disk, of all processes; 0 where there is none."""
+        """Return the bytes on disk, of all processes, of the save in progress; 0 if there is none."""
         return 0 if self._writer is None else self._writer.num_bytes()
 
     def close(self, *, alone: bool = False) -> None:
-        """Wait for the last save and stop the writing threads. Every process calls this.
+        """Wait for the last save and stop the writing threads. Every process must call this, except with `alone`.
 
         Args:
-          alone: wait for this process's part and ask no other: after an error that the others may not have.
+          alone: wait only for this process's part, after an error that other processes may not have.
         """
         try:
             if not alone:

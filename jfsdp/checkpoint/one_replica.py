@@ -1,4 +1,4 @@
-"""What one replica has read, on all of them: for file systems that are slower than the network between devices."""
+"""Sending blocks from the first replica to the others, for file systems that are slower than the network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 
 def is_first_replica(sharding: Any, device: Any) -> bool:
-    """Tell whether a device is the first of those that hold the same block."""
+    """Return whether a device is the first of the devices with the same block."""
     mesh = sharding.mesh
     place = np.argwhere(mesh.devices == device)[0]
     names = _repeated_over(sharding)
@@ -20,18 +20,18 @@ def is_first_replica(sharding: Any, device: Any) -> bool:
 
 
 def from_first_replica(array: jax.Array) -> jax.Array:
-    """Give every device the block that the first of its replicas holds; the others hold zeros.
+    """Copy the block of the first replica to the others, whose blocks must be zeros.
 
     Layout:  [D/axes F] in the first replica, zeros elsewhere -> [D/axes F].
-    Cost:    an all-reduce of each block over the axes that the array is not split over.
+    Cost:    an all-reduce of each block over the axes on which the array is replicated.
     Memory:  one more copy of the array, until the old one is dropped.
-    Dtype:   bits are summed as integers, so every value comes through as it is.
+    Dtype:   bits are summed as integers, so every value arrives bit by bit.
     """
     sharding: Any = array.sharding
     axes = _repeated_over(sharding)
     if not axes:
         return array
-    on_devices = sharding.with_memory_kind(None)  # offloaded arrays cannot be computed with where they lie
+    on_devices = sharding.with_memory_kind(None)  # offloaded arrays cannot be summed in host memory
     total = summing(sharding.mesh, sharding.spec, axes)(jax.device_put(array, on_devices))
     return jax.device_put(total, sharding)
 

@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps: plain data, decided without reading an array."""
+"""Which checkpoints a run keeps, decided from plain data without reading arrays."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 
 @dataclasses.dataclass(frozen=True)
 class KeepBest:
-    """Keep the best checkpoints by a metric that is given to `save`.
+    """Keep the best checkpoints by a metric passed to `save`.
 
     Attributes:
       metric: its name, such as "eval_loss".
-      mode: "min" or "max": which end is best.
-      num: how many.
+      mode: "min" or "max", the best value.
+      num: number of checkpoints to keep.
     """
 
     metric: str
@@ -23,10 +23,10 @@ class KeepBest:
 
 
 def parse_best(text: str) -> KeepBest:
-    """Read `METRIC[:min|max[:N]]`.
+    """Parse `METRIC[:min|max[:N]]`.
 
     Raises:
-      ValueError: if it is not of this form.
+      ValueError: if the text has another form.
     """
     found = re.fullmatch(r"([^:]+)(?::(min|max)(?::([1-9]\d*))?)?", text)
     if found is None:
@@ -36,12 +36,12 @@ def parse_best(text: str) -> KeepBest:
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Which checkpoints stay; what any of these keeps, stays.
+    """Which checkpoints to keep: those that any of the rules keeps.
 
     Attributes:
-      last: the newest so many; None keeps all.
-      every: those whose step is a multiple of this.
-      best: the best by a metric. Steps that were saved without it are not among the best.
+      last: number of newest checkpoints; None: all.
+      every: keep steps that are a multiple of this.
+      best: keep the best by a metric. Steps saved without the metric are ignored.
     """
 
     last: int | None = 3
@@ -58,7 +58,7 @@ class Keep:
         """Return the steps to keep, in order.
 
         Args:
-          metrics: by step, what was given to `save`.
+          metrics: by step, the metrics passed to `save`.
         """
         steps = sorted(metrics)
         if self.last is None:
@@ -68,7 +68,7 @@ class Keep:
         return sorted(stay | set(self._best(metrics)))
 
     def _best(self, metrics: Mapping[int, Mapping[str, float]]) -> Sequence[int]:
-        """Return the best steps; of equals the later one; a metric that is not a number is never best."""
+        """Return the best steps. Ties go to the later step; NaN is never best."""
         if self.best is None:
             return ()
         sign = 1 if self.best.mode == "min" else -1

@@ -1,10 +1,11 @@
-"""Snapshots of a state in the memory of its hosts: a restart on the same hosts reads no file system.
+"""Snapshots of a state in host memory: a restart on the same hosts reads no file system.
 
-[Note: what a snapshot is] Each process writes one file into a directory in memory (`/dev/shm`): of what the devices of
-its host hold, each block once, in logical arrays as checkpoints have them, with a digest of each block. So a host has
-all that its own processes need, and nothing of the others. A step is gone on from where every process of as many finds
-on its host whatever its devices are to hold; after a lost host, on another mesh, or under another strategy it is not,
-and the last checkpoint is. The snapshot before is removed when all processes have written the next.
+[Note: what a snapshot is] Each process writes one file into a directory in memory (`/dev/shm`). Together the files of a
+host contain each block on the host's devices once, in logical arrays as in checkpoints, with a digest per block. So a
+host has exactly the blocks that its processes need. A run continues from a snapshot if it has the same number of
+processes, and each finds the blocks of its devices on its host. After the loss of a host, on another mesh or under
+another strategy, it continues from the last checkpoint instead. The previous snapshot is removed when all processes
+have written the next one.
 """
 
 from __future__ import annotations
@@ -43,38 +44,40 @@ _DIGEST = 32  # bytes of a SHA-256
 
 
 def snapshot_dir(run_dir: PathLike) -> Path:
-    """Return where the snapshots of a run are on this host."""
+    """Return the directory of a run's snapshots on this host."""
     name = hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:16]
     return Path(os.environ.get(SNAPSHOTS) or memory_dir()) / name
 
 
 @checked
 class Snapshots:
-    """The newest state of a run in the memory of its hosts; see [Note: what a snapshot is]. All processes make one.
+    """The newest state of a run in the memory of its hosts; see [Note: what a snapshot is]. All processes create one.
 
     Args:
-      directory: in memory, for this run alone; the processes of a host share it. `snapshot_dir(run_dir)` is one.
-      run: what tells the run from another that used the directory; plain JSON, equal in all processes.
+      directory: a directory in memory, used by this run only and shared by the processes of a host, such as
+        `snapshot_dir(run_dir)`.
+      run: identifies the run among others that used the directory; plain JSON, equal in all processes.
 
     Raises:
-      ValueError: for a directory of no name.
+      ValueError: if the directory has no name.
     """
 
     def __init__(self, directory: PathLike, run: Any):
         self.directory, self.run = local_path(directory), run
-        self._step: int | None = None  # that is being written
+        self._step: int | None = None  # the step being written
         self._thread: threading.Thread | None = None
         self._problem = ""
-        self._start: str | None = None  # of the process that takes them: a step may be taken again, with other numbers
+        self._start: str | None = None  # id of this start; a restart may take the same step with other values
 
     def check_room(self, like: TrainState) -> None:
-        """Refuse to begin where the directory cannot hold two snapshots.
+        """Check that the directory has space for two snapshots.
 
         Args:
           like: a state, or `model.abstract_state(tx)`.
 
         Raises:
-          ValueError: in every process: with the arithmetic, or for a directory that is another user's.
+          ValueError: in every process: if there is not enough memory (states both sizes), or the directory belongs to
+            another user.
         """
 
         def check() -> None:
@@ -82,26 +85,27 @@ class Snapshots:
             arrays = contents(like)
             writers = choose_writers(arrays, _host_devices(arrays))
             needed = 2 * sum(array_bytes(x.value) * len(devices) for x, devices in zip(arrays, writers, strict=True))
-            there = sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
-            free = shutil.disk_usage(self.directory).free + there
+            existing = sum(file.stat().st_size for file in self.directory.rglob("*") if file.is_file())
+            free = shutil.disk_usage(self.directory).free + existing
             if needed > free:
                 raise ValueError(
-                    f"{self.directory} has {free / 2**20:,.1f} MiB free, and two snapshots of what this host holds "
-                    f"need {needed / 2**20:,.1f} MiB; name a larger one in {SNAPSHOTS}, or leave --snapshot-every out"
+                    f"{self.directory} has {free / 2**20:,.1f} MiB free, and two snapshots of the arrays on this host "
+                    f"need {needed / 2**20:,.1f} MiB; name a larger one in {SNAPSHOTS}, or omit --snapshot-every"
                 )
 
         together(check)
 
     def take(self, step: Size, state: TrainState, extra: Any = None) -> float:
-        """Copy a state to the host and begin to write it; return the seconds that this blocked. All processes call it.
+        """Copy a state to the host and begin to write it; return the seconds for which this call blocked.
 
-        Where the one before could not be written (its memory is full), it warns, and that before it stays.
+        Every process must call this. Warns if the previous snapshot could not be written because memory is full; the
+        one before it is then kept.
 
         Cost:    one small exchange between the processes.
-        Memory:  of the host: three times what its devices hold, two of them in the directory.
+        Memory:  on the host, three times the arrays on its devices; two copies are in the directory.
 
         Args:
-          extra: plain JSON, of this process.
+          extra: plain JSON of this process.
         """
         begin = time.perf_counter()
         self.wait()
@@ -117,9 +121,9 @@ class Snapshots:
         return time.perf_counter() - begin
 
     def newest(self, like: TrainState) -> int | None:
-        """Return the newest step that all processes can go on from; None: there is none. All processes call it.
+        """Return the newest step from which all processes can continue; None: there is none.
 
-        It warns where there are snapshots, and none that can be used.
+        Every process must call this. Warns if there are snapshots but none is usable.
         """
         arrays = {name: array.to_dict() for name, array in logical_arrays(like).items()}
         blocks = [block for stored in contents(like) for block in own_blocks(stored)]
@@ -143,34 +147,36 @@ class Snapshots:
         return max((step for step, _ in common), default=None)
 
     def restore(self, like: TrainState, step: int) -> tuple[TrainState, list[Any]]:
-        """Read a step that `newest` named; return it, and the `extra` of all processes. All processes call it.
+        """Read a step that `newest` returned. Return the state, and the `extra` of all processes.
+
+        Every process must call this.
 
         Raises:
-          ValueError: in every process, if one has none of this step.
-          DamagedError: in every process, for a block that is not as it was written.
+          ValueError: in every process, if a process has no snapshot of this step.
+          DamagedError: in every process, if a block differs from its digest.
         """
 
         def open_own() -> _Source:
             if source := self._open(step):
                 return source
-            raise ValueError(f"{self.directory} has no snapshot of step {step} to go on from; ask `newest`")
+            raise ValueError(f"{self.directory} has no usable snapshot of step {step}; call `newest` for one")
 
         source = in_all(open_own)
         return fill(like, source, list(source.arrays)), gather_json(source.footer["extra"])
 
     def keep(self, step: int | None) -> None:
-        """Remove all snapshots but one (None: all), where a run begins to write others.
+        """Remove all snapshots except one (None: all), before the run writes new ones.
 
-        All processes call it, after `restore`.
+        Every process must call this, after `restore`.
         """
-        wait_for_all("before old snapshots are removed")  # nobody reads on
+        wait_for_all("before old snapshots are removed")  # until no process reads them
         if jax.process_index() in hosts(jax.devices()):  # the first of its host
             for other in set(self._steps()) - {step}:
                 shutil.rmtree(self.directory / str(other), ignore_errors=True)
         wait_for_all("after old snapshots are removed")
 
     def clear(self) -> None:
-        """Remove what this process has written: the run is saved elsewhere, or is not to go on."""
+        """Remove the files of this process, when the run is saved elsewhere or will not continue."""
         if self._thread is not None:
             self._thread.join()
         for step in self._steps():
@@ -185,22 +191,26 @@ class Snapshots:
             self.directory.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self.directory.mkdir(mode=0o700, exist_ok=True)
         except OSError as error:
-            raise ValueError(f"{self.directory} cannot be made ({error.strerror}); name one in {SNAPSHOTS}") from error
+            problem = f"{self.directory} cannot be created ({error.strerror})"
+            raise ValueError(f"{problem}; name another in {SNAPSHOTS}") from error
         self._check_owner()
 
     def _check_owner(self) -> None:
-        """Refuse a directory that another user could put files or links into."""
+        """Check that no other user can create files or links in the directory."""
         for path in (self.directory.parent, self.directory):
             found = os.lstat(path)
             is_closed = not found.st_mode & 0o022
             is_own = is_closed and found.st_uid == os.getuid()
             is_roots = (is_closed or found.st_mode & stat.S_ISVTX) and found.st_uid == 0  # the parent may be
             if not stat.S_ISDIR(found.st_mode) or not (is_own or (is_roots and path != self.directory)):
-                problem = f"{path} is not a directory that this user alone can write to"
-                raise ValueError(f"{problem}; name one in {SNAPSHOTS}, or remove it")
+                problem = f"{path} is not a directory that only this user can write to"
+                raise ValueError(f"{problem}; name another in {SNAPSHOTS}, or remove it")
 
     def wait(self) -> None:
-        """Wait until the last is written in all processes; then those before it go. All processes call it."""
+        """Wait until all processes have written the last snapshot, then remove older ones.
+
+        Every process must call this.
+        """
         if self._thread is None or self._step is None:
             return
         self._thread.join()
@@ -208,7 +218,7 @@ class Snapshots:
         problems = [f"process {process}: {text}" for process, text in enumerate(gather_json(self._problem)) if text]
         if problems:
             problem = f"no snapshot of step {last}: {problems[0]}"
-            warn(f"{problem}; the run goes on, and a restart reads what was saved before")
+            warn(f"{problem}; the run continues, and a restart reads the last save")
         for step in [last] if problems else set(self._steps()) - {last}:
             self._drop(step)
 
@@ -223,7 +233,7 @@ class Snapshots:
         for name in (f"{jax.process_index()}", f"{jax.process_index()}.partial"):
             with contextlib.suppress(OSError):
                 (path / name).unlink()
-        with contextlib.suppress(OSError):  # others have files in it
+        with contextlib.suppress(OSError):  # other processes have files in it
             path.rmdir()
 
     def _write(self, step: int, footer: dict[str, Any], pieces: Mapping[str, Pieces]) -> None:
@@ -246,7 +256,7 @@ class Snapshots:
             self._problem = f"{where}: {getattr(error, 'strerror', None) or error}"
 
     def _open(self, step: int) -> _Source | None:
-        """Open what this host has of a step; None where this process has written nothing of it in this run."""
+        """Open the files of a step on this host; None if this process has written none in this run."""
         found: dict[Path, dict[str, Any]] = {}
         for path in (self.directory / str(step)).glob("*"):
             if path.name.isdecimal():
@@ -261,23 +271,23 @@ class Snapshots:
 
 
 def _read_footer(path: Path) -> dict[str, Any]:
-    """Read the footer of the file that one process wrote of a step."""
+    """Read the footer of one process's file of a step."""
     with path.open("rb") as file:
         file.seek(-8, os.SEEK_END)
         size = int.from_bytes(file.read(8), "little")
         file.seek(-_DIGEST - 8 - size, os.SEEK_END)
         end, digest = file.read(size), file.read(_DIGEST)
     if hashlib.sha256(end).digest() != digest:
-        raise ValueError(f"{path} is not as it was written")
+        raise ValueError(f"{path} is damaged: its footer differs from its digest")
     return json.loads(end)
 
 
 class _Source:
-    """The blocks of all files of a host as a source of arrays, which has only these.
+    """The blocks in all files of a host as a source that can read exactly these blocks.
 
     Args:
-      footer: of this process's own file.
-      footers: of all files.
+      footer: footer of this process's file.
+      footers: footers of all files.
     """
 
     def __init__(self, footer: dict[str, Any], footers: Mapping[Path, dict[str, Any]]):
@@ -299,7 +309,7 @@ class _Source:
         path, start, size, digest = self._blocks[name, json.dumps(_bounds(index))]
         raw = np.fromfile(path, np.uint8, size, offset=start)
         if raw.size != size or hashlib.sha256(raw.data).hexdigest() != digest:
-            raise DamagedError(f"snapshot {path}: bytes {start} to {start + size} are not as they were written")
+            raise DamagedError(f"snapshot {path}: bytes {start} to {start + size} differ from their digest")
         return raw.view(self.arrays[name].dtype).reshape([dim.stop - dim.start for dim in index])
 
 
@@ -308,7 +318,7 @@ def _bounds(index: Index) -> list[list[int]]:
 
 
 def _host_devices(arrays: list[Stored]) -> set[Any]:
-    """Return the devices of this host that hold arrays."""
+    """Return the devices of this host on which the arrays are placed."""
     devices = list(set[Any]().union(*(stored.value.sharding.device_set for stored in arrays)))
     host_of = dict(zip(devices, hosts(devices), strict=True))
     own = next(host_of[device] for device in devices if device.process_index == jax.process_index())

@@ -1,8 +1,8 @@
-"""Named arrays that can be read by slices, wherever they come from.
+"""Sources: named arrays that can be read by slices.
 
-A checkpoint of ours, safetensors files, a PyTorch checkpoint and a live state all look like this to whoever restores,
-converts, compares or exports: names, logical shapes and dtypes, known before anything is read, and a read of one slice
-of one array. A mapping of names is again a source, over another one.
+Checkpoints of jfsdp, safetensors files, PyTorch checkpoints and live states are sources for code that restores,
+converts, compares or exports. A source has names, logical shapes and dtypes, known before anything is read, and reads
+one slice of one array at a time. A source under other names is a source too.
 """
 
 from __future__ import annotations
@@ -21,47 +21,47 @@ import numpy as np
 from jfsdp.layout.codec import Codec, coded_shapes, scales_of
 
 Index = tuple[slice, ...]
-Progress = Callable[[str, int], None]  # called with the name of what was done, and its bytes
+Progress = Callable[[str, int], None]  # called with the name of an array or file, and the bytes processed
 _T = TypeVar("_T")
 
 
 def no_progress(name: str, num_bytes: int) -> None:
-    """Tell nobody."""
+    """Ignore progress."""
 
 
 class Source(Protocol):
-    """Arrays by name, read by slices. Reading may happen in several threads at once."""
+    """Arrays by name, read by slices. Several threads may read at once."""
 
     @property
     def arrays(self) -> Mapping[str, jax.ShapeDtypeStruct]:
-        """Return logical shape and dtype of every array, by name."""
+        """Return the logical shape and dtype of every array, by name."""
         ...
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Read one slice of one array, in the dtype that it is stored in, into memory of its own.
+        """Read one slice of one array, in its stored dtype, into new memory.
 
         Args:
-          index: a slice for each dim, with start and stop inside the array and no step; `()` for a scalar.
+          index: a slice per dim, with start and stop inside the array and no step; `()` for a scalar.
         """
         ...
 
 
 def total_bytes(arrays: Iterable[Any]) -> int:
-    """Return the bytes of arrays, or of what is said of them."""
+    """Return the bytes of arrays, or of their shapes and dtypes."""
     return sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in arrays)
 
 
 def read_whole(source: Source, name: str) -> np.ndarray:
-    """Read all of one array."""
+    """Read a whole array."""
     return source.read(name, tuple(slice(0, size) for size in source.arrays[name].shape))
 
 
 PIECE_BYTES = 16 << 20
-"""What streams arrays handles pieces of at most about this size."""
+"""Approximate maximum size of the pieces in which arrays are streamed."""
 
 
 def pieces_of(array: Any) -> Iterator[Index]:
-    """Cut an array into pieces of at most `PIECE_BYTES`, as checkpoints are cut into chunks."""
+    """Split an array into pieces of at most `PIECE_BYTES`, like the chunks of checkpoints."""
     return grid(array.shape, cell_of(array.shape, array.dtype.itemsize))
 
 
@@ -76,21 +76,21 @@ def are_equal(source: Source, first: str, second: str) -> bool:
 def cell_of(
     block: tuple[int, ...], itemsize: int, limit: int = PIECE_BYTES, *, shape: tuple[int, ...] | None = None
 ) -> tuple[int, ...]:
-    """Return the shape of pieces of at most `limit` bytes that a block is cut into.
+    """Return the shape of the pieces, of at most `limit` bytes, into which a block is split.
 
-    Leading dims are cut first, since layers are wanted one by one, and then the longer of the last two: a matrix is
-    read by rows as well as by columns, which are rows where it stands transposed.
+    Leading dims are split first, since layers are read one by one. Then the longer of the last two is split, since a
+    matrix is read by rows, and by columns if it is stored transposed.
 
     Args:
-      shape: of the array that the block is a part of; dims that the block has a part of are divided without remainder,
-        so that no piece lies in two blocks.
+      shape: shape of the array that contains the block. Dims that the block covers only partly are divided without
+        remainder, so that no piece lies in two blocks.
     """
     sizes, whole = list(block), shape or block
     while math.prod(sizes) * itemsize > limit:
         leading = (dim for dim in range(len(sizes) - 2) if sizes[dim] > 1)
         cut = [-(-n // 2) if n_of == n_all else _largest_divisor(n) for n, n_of, n_all in zip(sizes, block, whole)]
         last = range(len(sizes))[-2:]
-        # Of a prime size 1 is all that is left, and pieces of one row would be too many: then the other dim is cut.
+        # A prime dim can only be split into single rows, which are too many pieces: then the other dim is split.
         dim = next(leading, max(last, key=lambda dim: (sizes[dim] > 1, cut[dim] / sizes[dim] > 1 / 8, sizes[dim])))
         sizes[dim] = cut[dim]
     return tuple(sizes)
@@ -102,7 +102,7 @@ def _largest_divisor(size: int) -> int:
 
 
 def grid(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Index]:
-    """Return where the pieces of this shape lie; none in an empty array."""
+    """Yield the index of each piece of an array; none if it is empty."""
     if not math.prod(shape):
         return
     starts = (range(0, size, step) for size, step in zip(shape, cell, strict=True))
@@ -111,7 +111,7 @@ def grid(shape: tuple[int, ...], cell: tuple[int, ...]) -> Iterator[Index]:
 
 
 def contiguous(block: np.ndarray) -> np.ndarray:
-    """Return a block as C-contiguous memory; a transposed one is copied by tiles, three times as fast as numpy does."""
+    """Return a block as C-contiguous memory. Transposed blocks are copied in tiles, three times as fast as by numpy."""
     if block.ndim < 2 or block.strides[-1] <= block.itemsize or block.flags.c_contiguous:
         return np.ascontiguousarray(block).reshape(block.shape)
     out = np.empty(block.shape, block.dtype)
@@ -123,29 +123,30 @@ def contiguous(block: np.ndarray) -> np.ndarray:
 _TILE = 64
 
 
-def read_ahead(tasks: Iterable[tuple[int, Callable[[], _T]]], most: int, *, threads: int) -> Iterator[_T]:
-    """Run tasks in threads and yield what they return, in order.
+def read_ahead(tasks: Iterable[tuple[int, Callable[[], _T]]], limit: int, *, threads: int) -> Iterator[_T]:
+    """Run tasks in threads and yield their results, in order.
 
     Args:
       tasks: each with its size.
-      most: the sum of the sizes of what runs, waits and is dealt with; or one task, if that is larger.
+      limit: maximum sum of the sizes of running and finished tasks, including the one whose result the caller
+        processes. A single task may be larger.
     """
-    pool, running, held = ThreadPoolExecutor(threads), deque[tuple[int, Future[_T]]](), 0
+    pool, running, in_flight = ThreadPoolExecutor(threads), deque[tuple[int, Future[_T]]](), 0
     try:
-        for size, task in itertools.chain(tasks, [(most + 1, None)]):  # the last waits for all, empty ones too
-            while running and held + size > most:
+        for size, task in itertools.chain(tasks, [(limit + 1, None)]):  # the last waits for all, empty ones too
+            while running and in_flight + size > limit:
                 done, future = running.popleft()
                 yield future.result()
-                held -= done
+                in_flight -= done
             if task is not None:
                 running.append((size, pool.submit(task)))
-                held += size
+                in_flight += size
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 class Joined:
-    """The arrays of several sources, all of other names."""
+    """The arrays of several sources, whose names differ."""
 
     def __init__(self, *sources: Source):
         self._source = {name: source for source in sources for name in source.arrays}
@@ -156,27 +157,27 @@ class Joined:
 
 
 class Renamed:
-    """Some of the arrays of a source, by other names.
+    """Some arrays of a source under other names.
 
     Args:
-      names: its names, by those that the arrays are to have.
+      names: new name -> name in the source.
     """
 
     def __init__(self, source: Source, names: Mapping[str, str]):
         self._source, self._names = source, names
-        self.arrays = {name: source.arrays[theirs] for name, theirs in names.items()}
+        self.arrays = {name: source.arrays[old] for name, old in names.items()}
 
     def read(self, name: str, index: Index) -> np.ndarray:
         return self._source.read(self._names[name], index)
 
 
 def subset(source: Source, names: Iterable[str]) -> Renamed:
-    """Return a source of some of the arrays of another."""
+    """Return a source with some of the arrays of another."""
     return Renamed(source, {name: name for name in names})
 
 
 class Watched:
-    """A source that tells what is read of it."""
+    """A source that reports every read."""
 
     def __init__(self, source: Source, progress: Progress):
         self._source, self._progress, self.arrays = source, progress, source.arrays
@@ -188,7 +189,7 @@ class Watched:
 
 
 class Recast:
-    """A source some of whose arrays come in other dtypes."""
+    """A source that reads some of its arrays in other dtypes."""
 
     def __init__(self, source: Source, dtypes: Mapping[str, Any]):
         self._source, self._dtypes = source, dtypes
@@ -211,31 +212,34 @@ class Recast:
         if cast.dtype.itemsize <= block.dtype.itemsize and count_nonfinite(cast):
             was_finite = np.isfinite(block)
             if (was_finite & ~np.isfinite(cast)).any():
-                most = float(np.abs(block[was_finite]).astype(np.float64).max())
-                raise ValueError(f"{name}: has values up to {most:.4g}, beyond the range of {cast.dtype}; take float32")
+                largest = float(np.abs(block[was_finite]).astype(np.float64).max())
+                problem = f"values up to {largest:.4g} are beyond the range of {cast.dtype}"
+                raise ValueError(f"{name}: {problem}; use float32")
         return cast
 
 
 def float_dtype(dtype: Any) -> np.dtype:
-    """Return a dtype that floating arrays may be cast to.
+    """Return a dtype to which floating arrays may be cast.
 
     Raises:
-      ValueError: for any other.
+      ValueError: if the dtype is unknown, not floating, or below 16 bits.
     """
     try:
         found = jnp.dtype(dtype)
     except TypeError as error:
-        raise ValueError(f"dtype {dtype!r} is unknown; such as float32, bfloat16, float16") from error
+        raise ValueError(f"dtype {dtype!r} is unknown; use one such as float32, bfloat16, float16") from error
     if not jnp.issubdtype(found, jnp.floating) or found.itemsize < 2:
-        raise ValueError(f"dtype {dtype!r} does not hold weights without a scale; such as float32, bfloat16")
+        raise ValueError(f"dtype {dtype!r} cannot store weights without a scale; use one such as float32, bfloat16")
     return found
 
 
 class Encoded:
-    """The arrays of a source, some of them as codes, with their scales beside them; each of the two reads the values.
+    """A source that reads some of its arrays as quantization codes, with their scales as further arrays.
+
+    Reading codes or scales reads the values.
 
     Args:
-      codecs: by the name of the array of values.
+      codecs: by the name of the quantized array.
     """
 
     def __init__(self, source: Source, codecs: Mapping[str, Codec]):
@@ -249,7 +253,7 @@ class Encoded:
             return self._source.read(name, index)
         codec = self._codecs[values]
         *rest, last = index
-        step = codec.per_item if name == values else codec.block  # values for each item of what is asked for
+        step = codec.per_item if name == values else codec.block  # values per item requested
         start = last.start * step // codec.block * codec.block
         stop = -(-last.stop * step // codec.block) * codec.block
         skipped = last.start - start // step
@@ -263,11 +267,11 @@ class Encoded:
         return out
 
 
-_ENCODING_BYTES = 24  # that numpy takes for a value while it is encoded
+_ENCODING_BYTES = 24  # that numpy allocates per value while encoding
 
 
 def count_nonfinite(values: np.ndarray) -> int:
-    """Count the values that are infinite or NaN, a part at a time: a mask of all of them would be another copy."""
+    """Count infinite and NaN values, in parts, since a mask of the whole array would be another copy."""
     if not jnp.issubdtype(values.dtype, jnp.inexact):
         return 0
     flat = values.reshape(-1) if values.flags.c_contiguous else values.T.reshape(-1)
@@ -276,7 +280,7 @@ def count_nonfinite(values: np.ndarray) -> int:
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
-    """Return the mask of finite values; those of 16 bits by their exponents, for which `isfinite` takes far longer."""
+    """Return the mask of finite values; 16-bit dtypes by their exponents, for which `isfinite` is far slower."""
     if values.dtype.itemsize != 2:
         return np.isfinite(values)
     exponent = np.asarray(np.inf, values.dtype).view(np.uint16)

@@ -1,4 +1,4 @@
-"""Write a state to a directory and read it back: every process its own shards."""
+"""Saving a state to a directory and restoring it. Every process writes and reads its own shards."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from jfsdp.train.state import TrainState, with_work
 
 @checked
 def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = None, frozen: bool = True) -> None:
-    """Write one checkpoint and wait until it is complete. It appears at `path` whole or not at all.
+    """Write one checkpoint and wait until it is complete. It appears at `path` completely or not at all.
 
-    Layout:  each process writes what it owns, each part once; names and logical shapes carry no mesh, no strategy and
-             no storage form. Nothing is gathered, and nothing copied on the devices.
-    Memory:  one host copy of what this process writes.
+    Layout:  each process writes its own pieces, each part once; names and logical shapes do not depend on mesh,
+             strategy or storage form. Nothing is gathered or copied on the devices.
+    Memory:  one host copy of the pieces of this process.
 
     Args:
-      path: a directory that does not exist yet; a step directory of a run has the same form.
-      extra: anything `json` writes, of this process; returned by `read_manifest`, in a list by process.
-      config: anything `json` writes; stands beside the arrays, to read.
-      frozen: False leaves out the leaves that are not trained; see [Note: the base of a checkpoint] in frozen.py.
+      path: a new directory; step directories of a run have the same form.
+      extra: JSON data of this process; `read_manifest` returns it in a list by process.
+      config: JSON data saved for human readers.
+      frozen: False omits leaves that are not trained; see [Note: the base of a checkpoint] in frozen.py.
 
     Raises:
-      ValueError: if `path` exists: nothing saved is ever overwritten.
+      ValueError: if `path` exists; checkpoints are never overwritten.
       OSError: if the disk is full or not writable.
     """
     from jfsdp.checkpoint.disk.writer import Writer
@@ -61,7 +61,7 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
 
 @contextlib.contextmanager
 def claimed(path: Path) -> Iterator[None]:
-    """Be the only one who writes a checkpoint, at a path where nothing is yet."""
+    """Lock a new checkpoint path, so that only one process writes to it."""
     check_path(path)
     check_free(path)
     with readable_errors(path):
@@ -76,22 +76,22 @@ def claimed(path: Path) -> Iterator[None]:
 
 
 def check_free(path: Path) -> None:
-    """Refuse to write where something is already."""
+    """Check that nothing exists at a path."""
     if path.exists():
-        raise ValueError(f"checkpoint {path}: exists already; choose another path, or remove it first")
+        raise ValueError(f"checkpoint {path}: already exists; choose another path, or remove it first")
 
 
 def unfinished(path: Path) -> Path:
-    """Return the directory that a checkpoint is written into, until it is complete."""
+    """Return the directory of a checkpoint that is not yet complete."""
     return path.with_name(path.name + UNFINISHED)
 
 
 def make_room(path: Path, needed: int) -> None:
-    """Make the directory that a checkpoint of so many bytes is written into; an unfinished one is removed.
+    """Create the directory of an unfinished checkpoint of `needed` bytes. Removes an earlier unfinished one.
 
-    The caller has claimed the path.
+    The caller has locked the path.
     """
-    check_space(path, needed - bytes_below(unfinished(path)))  # which makes way
+    check_space(path, needed - bytes_below(unfinished(path)))  # the unfinished checkpoint is removed
     with readable_errors(path, needed):
         shutil.rmtree(unfinished(path), ignore_errors=True)
         unfinished(path).mkdir()
@@ -108,35 +108,35 @@ def start_save(
     frozen: bool,
     on_commit: Callable[[], Any] = lambda: None,
 ) -> None:
-    """Copy a state to the host and begin to write it. Every process calls this; see `Checkpointer.save`."""
+    """Copy a state to the host and begin to write it. Every process must call this; see `Checkpointer.save`."""
     from jfsdp.checkpoint.disk.pieces import check_dtypes, copy_pieces
 
     if not isinstance(state, TrainState) or not isinstance(state.step, jax.Array):
         kind = "a state without arrays" if isinstance(state, TrainState) else f"a {type(state).__name__}"
-        raise TypeError(f"checkpoint {path}: `state` is {kind}; pass what model.init(tx) or a train step returned")
+        raise TypeError(f"checkpoint {path}: `state` is {kind}; pass the state that model.init(tx) or a step returned")
     if state.step.is_deleted():
-        raise ValueError(f"checkpoint {path}: a step took the arrays of `state`; save the state that it returned")
+        raise ValueError(f"checkpoint {path}: `state` was donated to a step; save the state that it returned")
     base = None
     if not frozen:
         state, base = without_frozen(state), frozen_digests(state)
     arrays = logical_arrays(state)
     check_dtypes(arrays)
-    given = together(lambda: (extra, _check_beside(extra, config, metrics or {})))
+    given = together(lambda: (extra, _check_documents(extra, config, metrics or {})))
     manifest = make_manifest(arrays, path.name, step=int(state.step), metrics=given[0][1], base=base)
     documents = {MANIFEST: manifest, LAYOUT: layout_to_dict(state.layout), CONFIG: config}
     documents[EXTRA] = [extra for extra, _ in given]
     needed, partial = total_bytes(arrays.values()), unfinished(path)
     only_first(lambda: make_room(path, needed))
     in_all(lambda: check_open_files(path))
-    pieces = in_all(lambda: copy_pieces(state))  # orbax would wait long for a process that cannot hold its copy
+    pieces = in_all(lambda: copy_pieces(state))  # reports a process without memory for its copy; orbax would wait long
     with readable_errors(path, needed):
         writer.start(partial, path, pieces, documents, on_commit)
 
 
 def wait_for(writer: Any) -> None:
-    """Wait until what a writer writes is complete in every process; raises what went wrong with it.
+    """Wait until every process has written its part; raise the writer's errors.
 
-    What is half written is removed then: where a disk was full, the next save needs the room.
+    After an error the incomplete files are removed, because the next save on a full disk needs their space.
     """
     try:
         if not all(together(writer.wait)):
@@ -147,23 +147,23 @@ def wait_for(writer: Any) -> None:
 
 
 def bytes_of(state: TrainState) -> int:
-    """Return the bytes of a checkpoint of a state, over all processes."""
+    """Return the bytes of a state's checkpoint, over all processes."""
     return total_bytes(logical_arrays(state).values())
 
 
-def _check_beside(extra: Any, config: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Check that the documents next to a state are plain JSON; return metrics as numbers."""
+def _check_documents(extra: Any, config: Any, metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Check that the documents saved with a state are plain JSON; return the metrics as floats."""
     for name, value in (("extra", extra), ("config", config)):
         try:
             json.dumps(value)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{name}: {error}; documents next to a state must be plain JSON") from error
+            raise ValueError(f"{name}: {error}; data saved with a state must be plain JSON") from error
     numbers: dict[str, float] = {}
     for name, value in metrics.items():
         try:
             numbers[name] = float(value)
         except (TypeError, ValueError) as error:
-            raise ValueError(f"metrics: {name!r} is {value!r}; give a number, or a scalar array") from error
+            raise ValueError(f"metrics: {name!r} is {value!r}; pass a number or a scalar array") from error
     return numbers
 
 
@@ -176,33 +176,33 @@ def restore(
     skip: str | Sequence[str] | None = None,
     one_replica: bool = False,
 ) -> TrainState:
-    """Read a checkpoint into another state: any mesh, strategy, engine and storage, layers stacked or listed.
+    """Read a checkpoint into a state of any mesh, strategy, engine and storage, with layers stacked or listed.
 
-    The files that are read are checked against their digests before; the processes share that work.
+    The files to read are first compared with their digests; the processes share that work.
 
-    Layout:  each process reads only the slices that its devices hold, in chunks of at most about 16 MiB.
-    Cost:    no communication, but where `one_replica` says so.
-    Memory:  on the host, twice the blocks that are read at once: 1 GiB, or one device's block of the largest array if
-             that is larger; and 256 MiB of chunks. `jfsdp.checkpoint.to_devices.peak_bytes` gives the number.
+    Layout:  each process reads only the slices of its devices, in chunks of at most about 16 MiB.
+    Cost:    no communication, except with `one_replica`.
+    Memory:  on the host, twice the blocks in flight (1 GiB, or one device's block of the largest array if that is
+             larger), and 256 MiB of chunks. `jfsdp.checkpoint.to_devices.peak_bytes` returns the number.
 
     Args:
-      path: what `save` wrote, or one step of a run.
-      like: a state, or `model.abstract_state(tx)`; its arrays are not read, but for those that `only` and `skip`, or a
-        checkpoint without frozen leaves, leave as they are, which it must then hold.
-      only, skip: read arrays whose names match these globs, or a name above them, and no others: `only="params"` drops
-        the optimizer's state of the checkpoint, `skip="params.lm_head"` leaves a new head new.
-      one_replica: where several devices hold the same block (replicas, ddp), the first of them alone reads
-        it and sends it to the others, by an all-reduce: for a file system that is slower than the network.
+      path: a checkpoint of `save`, or one step of a run.
+      like: a live state, or `model.abstract_state(tx)`. Arrays that are not restored are taken from it: those excluded
+        by `only` and `skip`, and frozen leaves that the checkpoint omits.
+      only, skip: globs of array names, or of names above them, to read or to leave out: `only="params"` ignores the
+        checkpoint's optimizer state, `skip="params.lm_head"` keeps the new head of `like`.
+      one_replica: only the first of the devices with the same block (replicas, ddp) reads it, and sends it to the
+        others by an all-reduce. Use it if the file system is slower than the network.
 
     Raises:
-      ValueError: if there is no checkpoint, files are damaged (names them), or names, shapes or dtypes differ (lists
-        them); if it has no frozen leaves, and those of `like` are others than it was trained on.
+      ValueError: if there is no checkpoint; if files are damaged (lists them); if names, shapes or dtypes differ (lists
+        them); if the checkpoint omits frozen leaves, and those of `like` are not the ones it was trained on.
     """
     mesh: Any = getattr(like.step.sharding, "mesh", None)
     if isinstance(mesh, jax.sharding.AbstractMesh):
-        raise ValueError(f"checkpoint {path}: `like` stands on a mesh without devices; build the model on make_mesh()")
+        raise ValueError(f"checkpoint {path}: the mesh of `like` has no devices; build the model on make_mesh()")
     if (only is not None or skip is not None) and not isinstance(like.step, jax.Array):
-        raise ValueError(f"checkpoint {path}: only= and skip= leave arrays as they are; pass a live state as `like`")
+        raise ValueError(f"checkpoint {path}: only= and skip= keep arrays of `like`; pass a live state as `like`")
     source, view, wanted = in_all(lambda: _open(path, like, only, skip))
     if base := source.manifest.get("base"):
         check_base(path, base, like)
@@ -211,27 +211,27 @@ def restore(
 
 
 def _open(path: Any, like: TrainState, only: Any, skip: Any) -> tuple[CheckpointSource, OtherLayers, list[str]]:
-    """Open a checkpoint; return it, the same under the names of `like`, and the names to read.
+    """Open a checkpoint. Return its source, the source under the names of `like`, and the names to read.
 
     Raises:
-      ValueError: where it holds other names, logical shapes or dtypes than are requested; lists them.
+      ValueError: if names, logical shapes or dtypes differ from those of `like`; lists them.
     """
     source, requested = CheckpointSource(path), logical_arrays(like)
     base = {f"params.{name}" for name in source.manifest.get("base", ())}
     wanted = [name for name in choose(requested, only, skip) if name not in base]
     if not wanted:
-        raise ValueError(f"checkpoint {path}: holds no frozen leaves, and only= and skip= choose no others")
+        raise ValueError(f"checkpoint {path}: has no frozen leaves, and only= and skip= select no others; widen them")
     view = OtherLayers(source, {name: requested[name] for name in wanted})
     whole, impls = only is None and skip is None, source.key_impls
-    there = {name: _show(array, impls.get(name)) for name, array in view.arrays.items() if whole or name in wanted}
+    saved = {name: _show(array, impls.get(name)) for name, array in view.arrays.items() if whole or name in wanted}
     ours = {name: _show(requested[name], requested[name].key_impl) for name in wanted}
-    if lines := list_differences(there, ours):
+    if lines := list_differences(saved, ours):
         stored = (source.manifest["layout"] or {}).get("leaves", ())
         trainable = {leaf["path"]: leaf["trainable"] for leaf in stored}
         frozen = whole and differing_frozen(trainable, {x.path: x.trainable for x in like.layout.leaves})
         remedy = frozen or (
-            "build the model and the optimizer as they were saved (`jfsdp checkpoint inspect` shows them), or read "
-            "what fits into a live state: only=, skip="
+            "build the model and the optimizer of the checkpoint (`jfsdp checkpoint inspect` shows them), or read "
+            "the matching arrays into a live state: only=, skip="
         )
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n{lines}\n  {remedy}")
     _check_scales(source, like, wanted)
@@ -239,7 +239,7 @@ def _open(path: Any, like: TrainState, only: Any, skip: Any) -> tuple[Checkpoint
 
 
 def fill(like: TrainState, source: Source, wanted: Collection[str], *, one_replica: bool = False) -> TrainState:
-    """Return a state with some of its arrays read from a source, and the others as they are in `like`.
+    """Return a state with the wanted arrays read from a source and the others taken from `like`.
 
     Layout, Cost, Memory: as `restore`.
     """
@@ -251,10 +251,10 @@ def fill(like: TrainState, source: Source, wanted: Collection[str], *, one_repli
 
 
 def choose(arrays: Mapping[str, Any], only: Any, skip: Any) -> list[str]:
-    """Return the names that `only` chooses and `skip` does not.
+    """Return the names that match `only` and not `skip`.
 
     Raises:
-      ValueError: if a pattern matches nothing, or nothing is left.
+      ValueError: if a pattern matches nothing, or no name remains.
     """
     chosen = arrays if only is None else select_leaves("only", only, arrays, {})
     skipped = select_leaves("skip", skip, arrays, {})
@@ -265,15 +265,15 @@ def choose(arrays: Mapping[str, Any], only: Any, skip: Any) -> list[str]:
 
 
 def _check_scales(source: CheckpointSource, like: TrainState, wanted: Collection[str]) -> None:
-    """Refuse adapters that are multiplied by another number than when they were trained."""
+    """Check that the model scales its adapters as in training."""
     stated = (source.manifest["layout"] or {}).get("adapters", ())
-    there, read = {one["path"]: Adapter.from_dict(one) for one in stated}, {*wanted}
+    saved, read = {one["path"]: Adapter.from_dict(one) for one in stated}, {*wanted}
     for ours in like.layout.adapters:
-        theirs = there.get(ours.path, ours)
+        theirs = saved.get(ours.path, ours)
         if theirs.scale != ours.scale and f"params.{ours.name(A)}" in read:
             raise ValueError(
-                f"checkpoint {source.path}: has the adapter [{theirs.describe()}], scale {theirs.scale:g}, and the "
-                f"model [{ours.describe()}], scale {ours.scale:g}; give fully_shard the alpha that it was trained with"
+                f"checkpoint {source.path}: has the adapter [{theirs.describe()}], scale {theirs.scale:g}, but the "
+                f"model has [{ours.describe()}], scale {ours.scale:g}; pass the alpha of its training to fully_shard"
             )
 
 

@@ -1,4 +1,4 @@
-"""Fill the arrays of a state from any source: each process reads the slices that its devices hold, and no more."""
+"""Loading the arrays of a state from any source. Each process reads only the slices of its devices."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jfsdp.checkpoint.one_replica import from_first_replica, is_first_replica
 from jfsdp.checkpoint.source import Index, Source, read_ahead
 
 IN_FLIGHT_BYTES = 1 << 30
-"""Blocks that are being read at once are at most this large together, or one block if that is larger."""
+"""Maximum size of the blocks that are read at once; a single block may be larger."""
 _THREADS = 16
 
 
@@ -24,13 +24,13 @@ def place(arrays: list[Stored], source: Source, *, one_replica: bool = False) ->
     """Read the blocks of stored arrays and put them on their devices.
 
     Layout:  logical arrays by name -> each stored array in its own sharding; padding is zero.
-    Cost:    each process reads each block that its devices hold once, also where several hold it.
-    Memory:  `peak_bytes` on the host, beside what the source keeps.
+    Cost:    each process reads each block of its devices once, also if several of its devices need it.
+    Memory:  `peak_bytes` on the host, in addition to the source's memory.
 
-    Every process calls this, and what one of them cannot read is an error in all.
+    Every process must call this. A read error in one process is raised in all.
 
     Args:
-      one_replica: only the first of the devices that hold a block reads it, and sends it to the others.
+      one_replica: only the first device with a block reads it, and sends it to the others.
     """
     blocks = [block for stored in arrays for block in own_blocks(stored, one_replica)]
     placed: dict[int, list[jax.Array]] = {id(stored): [] for stored in arrays}
@@ -48,9 +48,9 @@ def place(arrays: list[Stored], source: Source, *, one_replica: bool = False) ->
 
 
 def peak_bytes(arrays: list[Stored]) -> int:
-    """Return how many bytes on the host reading these arrays takes at most, beside what the source keeps.
+    """Return the most host memory that reading these arrays takes, in addition to the source's memory.
 
-    Those are the blocks in flight, and the slices that are copied into them.
+    It consists of the blocks in flight and the slices that are copied into them.
     """
     sizes = [block.num_bytes for stored in arrays for block in own_blocks(stored)]
     return 2 * min(max([IN_FLIGHT_BYTES, *sizes]), sum(sizes))
@@ -58,7 +58,7 @@ def peak_bytes(arrays: list[Stored]) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A part of a stored array that devices of this process hold."""
+    """A part of a stored array on one or more devices of this process."""
 
     array: Stored
     index: Index
@@ -75,37 +75,37 @@ class _Block:
 
     @property
     def inside(self) -> Index:
-        """Which part of the logical array it holds."""
+        """The part of the logical array that it contains."""
         return self.array.inside(self.index)
 
     @property
     def has_values(self) -> bool:
-        """Whether it is not padding alone."""
+        """Whether it contains more than padding."""
         return all(part.stop > part.start for part in self.inside)
 
     def read(self, source: Source) -> np.ndarray:
-        """Read the block; zeros where it is padding, or another device's to read."""
+        """Read the block; padding, and blocks that another device reads, are zeros."""
         block = np.zeros(self.shape, self.array.value.dtype)
         if self.is_read and self.has_values:
             without_padding(block, self.inside)[...] = source.read(self.array.name, self.inside)
         return block
 
     def put(self, block: np.ndarray) -> list[jax.Array]:
-        """Put the block onto its devices; it is there when this returns."""
+        """Copy the block to its devices and wait until it is there."""
         kind = self.array.value.sharding.memory_kind
         shardings = [jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for device in self.devices]
         return jax.block_until_ready([jax.device_put(block, sharding) for sharding in shardings])
 
 
 def own_blocks(stored: Stored, one_replica: bool = False) -> list[_Block]:
-    """List the blocks of a stored array that this process holds, each with the devices that hold it."""
+    """List the blocks of a stored array on this process's devices, each with these devices."""
     sharding, shape = stored.value.sharding, tuple(stored.value.shape)
-    held: dict[tuple[Any, bool], list[Any]] = {}
+    devices_of: dict[tuple[Any, bool], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(shape).items():
         bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
         is_read = not one_replica or is_first_replica(sharding, device)
-        held.setdefault((bounds, is_read), []).append(device)
+        devices_of.setdefault((bounds, is_read), []).append(device)
     return [
         _Block(stored, tuple(slice(*pair) for pair in bounds), devices, is_read)
-        for (bounds, is_read), devices in held.items()
+        for (bounds, is_read), devices in devices_of.items()
     ]

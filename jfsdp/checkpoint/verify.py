@@ -1,4 +1,4 @@
-"""Whether a checkpoint is what was written: every file, every chunk, every number."""
+"""Verification of a checkpoint: digests of files, chunks of arrays, non-finite values."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jfsdp.checkpoint.finite import Counted
 from jfsdp.checkpoint.source import PIECE_BYTES, Progress, grid, no_progress
 
 MEMORY_BYTES = 16 * PIECE_BYTES
-"""What verifying takes on the host at most, beside the program itself: a few chunks, and as much again in fragments."""
+"""Maximum host memory of verification, in addition to the program: a few chunks, and as much again in fragments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Verified:
-    """What was found.
+    """The result of a verification.
 
     Attributes:
-      problems: a line for each; empty for a checkpoint that is as it was written, with finite numbers.
-      is_damaged: something is not as it was written; False where only numbers are not finite.
-      remarks: what is odd and harms nothing.
-      num_files, num_bytes, num_arrays: what was checked.
+      problems: one line per problem; empty if the checkpoint is intact and all values are finite.
+      is_damaged: whether a file is damaged; False if the only problems are non-finite values.
+      remarks: harmless irregularities.
+      num_files, num_bytes, num_arrays: what was verified.
     """
 
     problems: tuple[str, ...]
@@ -40,16 +40,16 @@ class Verified:
 
 
 def verify(path: Any, *, progress: Progress = no_progress) -> Verified:
-    """Check every file against its digest, then read every chunk of every array, and look for what is not finite.
+    """Check every file against its digest, then read every chunk of every array and count non-finite values.
 
     Memory:  `MEMORY_BYTES`.
 
     Args:
       path: one checkpoint.
-      progress: called with what was checked, and its bytes.
+      progress: called with the name of a file or array and the bytes verified.
 
     Raises:
-      ValueError: if there is no checkpoint at all.
+      ValueError: if there is no checkpoint.
     """
     path = local_path(path)
     try:
@@ -62,8 +62,8 @@ def verify(path: Any, *, progress: Progress = no_progress) -> Verified:
         return Verified((str(error),), True, (), 0, 0, 0)
     parts = {part_of(name) for name in source.arrays}
     problems = find_unnamed(sorted(parts), digests) + find_damage(path, digests, digests, progress)
-    there = list_files(path)
-    remarks = [f"{name} is not part of the checkpoint" for name in there if name not in digests]
+    files = list_files(path)
+    remarks = [f"{name} is not part of the checkpoint" for name in files if name not in digests]
     counted = Counted(source)
     for name in source.arrays if not problems else ():
         try:
@@ -71,6 +71,6 @@ def verify(path: Any, *, progress: Progress = no_progress) -> Verified:
                 progress(name, counted.read(name, index).nbytes)
         except ValueError as error:
             problems.append(str(error))
-    num_bytes = sum((path / name).stat().st_size for name in there)
+    num_bytes = sum((path / name).stat().st_size for name in files)
     lines = (*problems, *counted.lines())
-    return Verified(lines, bool(problems), tuple(remarks), len(there), num_bytes, len(source.arrays))
+    return Verified(lines, bool(problems), tuple(remarks), len(files), num_bytes, len(source.arrays))

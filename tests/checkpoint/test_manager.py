@@ -132,7 +132,7 @@ def test_what_is_no_state_and_no_metric_is_refused(checkpoints, tmp_path):
 
 def test_a_step_that_is_not_there_lists_those_that_are(checkpoints):
     run = checkpoints()
-    refuses(lambda: run.restore(state_of(0)), "run: holds no complete step yet")
+    refuses(lambda: run.restore(state_of(0)), "run: has no complete step")
     save_steps(run, 1, 2)
     refuses(lambda: run.restore(state_of(0), step=3), "run:", "step 3", "1", "2")
 

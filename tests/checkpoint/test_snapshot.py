@@ -72,7 +72,7 @@ def test_a_flipped_bit_is_told_and_not_restored(tmp_path):
     (tmp_path / "4" / "0").write_bytes(data)
     snapshots = Snapshots(tmp_path, "run")
     assert snapshots.newest(like()) == 4
-    refuses(lambda: snapshots.restore(like(), 4), "not as they were written", error=DamagedError)
+    refuses(lambda: snapshots.restore(like(), 4), "differ from their digest", error=DamagedError)
     refuses(lambda: snapshots.restore(like(), 5), tmp_path, "step 5")
 
 
@@ -103,7 +103,7 @@ def test_where_there_is_no_room_and_what_others_can_write_is_refused(tmp_path, m
         linked.clear,
         lambda: Snapshots(tmp_path / "open" / "memory", "run").check_room(like()),
     ):
-        refuses(use, "this user alone")
+        refuses(use, "only this user")
     assert (tmp_path / "home" / "7").is_dir()
     refuses(lambda: Snapshots(tmp_path / "file" / "m", "run").check_room(like()), tmp_path / "file", "JFSDP_SNAPSHOTS")
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))

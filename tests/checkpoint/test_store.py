@@ -129,7 +129,7 @@ def test_nothing_saved_is_ever_overwritten(saved, tmp_path):
     again = jfsdp.checkpoint.restore(saved("one"), like=make_model("one").abstract_state(TX))
     assert_same_bits(logical(again), logical(saved_state("one")))
     (tmp_path / "file").write_text("mine")
-    refuses(lambda: jfsdp.checkpoint.save(tmp_path / "file", saved_state("one")), "exists already")
+    refuses(lambda: jfsdp.checkpoint.save(tmp_path / "file", saved_state("one")), "already exists")
     assert (tmp_path / "file").read_text() == "mine"
 
 

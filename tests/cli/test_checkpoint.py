@@ -267,14 +267,14 @@ def test_a_run_in_use_is_not_pruned(call, run, tmp_path):
 
 def test_every_path_that_is_no_checkpoint_is_refused_in_one_line(call, tmp_path):
     for verb in ("inspect", "verify", "prune"):
-        for path, what in ((tmp_path / "no", "is not there"), (tmp_path, "is no checkpoint and holds none")):
+        for path, what in ((tmp_path / "no", "does not exist"), (tmp_path, "is not a checkpoint and contains none")):
             out, err = call(verb, path, status=2)
             assert (out, err.count("\n")) == ("", 1)
             assert f"{path}: {what}; pass" in err
     for verb in ("convert", "export", "diff"):
         out, err = call(verb, tmp_path / "no", tmp_path / "other", status=2)
         assert (out, err.count("\n")) == ("", 1)
-        assert "is not there" in err
+        assert "does not exist" in err
 
 
 def test_a_newer_format_is_refused(call, tmp_path):
@@ -306,11 +306,11 @@ BAD = [
     ("convert STEP OUT --skip **", "leave nothing"),
     ("convert STEP OUT --stack layers", "--stack layers"),
     ("convert STEP OUT --unstack nope", "--unstack nope"),
-    ("convert STEP THERE", "exists already"),
-    ("convert STEP INSIDE", "is inside of it"),
+    ("convert STEP THERE", "already exists"),
+    ("convert STEP INSIDE", "is inside it"),
     ("export STEP OUT --dtype bf16", "dtype 'bf16' is unknown"),
-    ("export STEP THERE", "exists already"),
-    ("import HF THERE --model llama-tiny", "exists already"),
+    ("export STEP THERE", "already exists"),
+    ("import HF THERE --model llama-tiny", "already exists"),
     ("export STEP OUT --max-length 0", "--max-length 0 must be a number from 1"),
     ("export STEP OUT --model gpt2-tiny --max-length 99", "has no max_position_embeddings"),
     ("export STEP OUT --model-config vocab_size=41", "[40, 16]"),
@@ -319,7 +319,7 @@ BAD = [
     ("import PT OUT --model llama-tiny", "in the checkpoint but not in the model: model.extra"),
     ("import HF OUT", "give --model NAME, or --factory"),
     ("import HF OUT --factory examples.vit:job", "says nothing of how others call its parameters"),
-    ("import HF OUT --model llama-tiny --key model", "is not of PyTorch"),
+    ("import HF OUT --model llama-tiny --key model", "is not a PyTorch file"),
     ("import EMPTY OUT --model llama-tiny", "no weights at all"),
     ("diff STEP STEP --only nope", "only 'nope' matches no"),
     ("prune STEP", "is one checkpoint; prune takes the directory of a run"),

@@ -1,1 +1,1 @@
-"""What a checkpoint is on the disk: written, committed, digested, found and read."""
+"""The checkpoint format on disk: writing, committing, digests, finding and reading."""

@@ -1,4 +1,4 @@
-"""From what the processes wrote to one checkpoint: digests of every file, everything synced, and its name last."""
+"""Committing a checkpoint: digests of all files, sync to disk, and the rename at the end."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from jfsdp.checkpoint.disk.files import ARRAYS, sync, write_json
 
 
 class IncompleteError(Exception):
-    """A process did not write its part; it knows why."""
+    """Another process did not write its part; that process raises the cause."""
 
 
 def hash_own(arrays: Path) -> None:
-    """Hash what this process wrote, and leave the digests for `commit`."""
+    """Hash the files that this process wrote, and save the digests for `commit`."""
     mine = f"ocdbt.process_{jax.process_index()}/"
     names = [name for name in list_files(arrays) if name.partition("/")[2].startswith(mine)]
     marks = {name: _mark(arrays / name) for name in names}
@@ -35,18 +35,18 @@ def _mark(file: Path) -> list[int]:
 
 
 def commit(partial: Path, path: Path, documents: Mapping[str, Any]) -> None:
-    """Write what stands beside the arrays and the digests of all files, and give the checkpoint its name."""
+    """Write the documents and the digests of all files, sync everything, and rename the checkpoint to its path."""
     hashed = _take_digests(partial / ARRAYS)
     for name, value in documents.items():
         write_json(partial / name, value)
     rest = [name for name in list_files(partial) if name not in hashed]
     write_digests(partial, hashed | hash_files(partial, rest))
     for name in list_files(partial):
-        sync(partial / name)  # orbax syncs the arrays, and not what it writes beside them
+        sync(partial / name)  # orbax syncs the arrays, but not its other files
     for directory, _, _ in os.walk(partial):
         sync(Path(directory))
     if path.exists():
-        raise ValueError(f"checkpoint {path}: was made by somebody else meanwhile; nothing is overwritten")
+        raise ValueError(f"checkpoint {path}: another process created it meanwhile; choose another path")
     os.rename(partial, path)
     sync(path.parent)
 
@@ -58,19 +58,19 @@ def check_all_wrote(arrays: Path) -> None:
 
 
 def check_merged(part: Path) -> None:
-    """Refuse to commit what orbax left in parts: it only warns where it finds nothing to merge, and nothing is read."""
+    """Check that orbax merged the files of all processes. Otherwise it only warns, and nothing could be read."""
     names = [path.name for path in part.iterdir()]
     if any(name.startswith("ocdbt.process_") for name in names) and "manifest.ocdbt" not in names:
         raise OSError(errno.EIO, "orbax did not merge what the processes wrote", str(part))
 
 
 def _digests_of(arrays: Path, index: int) -> Path:
-    """Return the file in which a process says what it wrote, until all is committed."""
+    """Return the file with the digests of one process's files, until the commit."""
     return arrays / f"digests.{index}.json"
 
 
 def _take_digests(arrays: Path) -> Digests:
-    """Collect the digests that each process took of its own files, as far as these are as they were then."""
+    """Collect the digests that each process took of its files, except of files that changed since."""
     found: Digests = {}
     for index in range(jax.process_count()):
         file = _digests_of(arrays, index)

@@ -1,7 +1,7 @@
-"""A digest of every file of a checkpoint, so that a flipped bit is told and not restored.
+"""Digests of all files of a checkpoint, so that a flipped bit is reported and not restored.
 
-TensorStore checks no values that it reads (orbax 0.12.8: 30 of 30 flips came back as wrong numbers). SHA-256, in the
-form of `sha256sum`: processors compute it at 1 to 2 GB/s and core, several files at once.
+TensorStore does not check the values that it reads (orbax 0.12.8: 30 of 30 flips came back as wrong numbers). SHA-256,
+in the format of `sha256sum`, takes a core 1 s for 1 to 2 GB; several files are hashed at once.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 
 def list_files(path: Path) -> list[str]:
-    """List the files below a directory, as paths relative to it, but for the digests themselves."""
+    """List the files below a directory, as paths relative to it, except the file of digests."""
     found = (Path(where) / name for where, _, names in os.walk(path) for name in names)
     return sorted(name for file in found if (name := file.relative_to(path).as_posix()) != SUMS)
 
 
 def hash_files(path: Path, names: Iterable[str], on_done: Progress = no_progress) -> Digests:
-    """Hash files, several at once; one that cannot be read gets an empty digest.
+    """Hash files in parallel. A file that cannot be read gets an empty digest.
 
     Args:
       on_done: called with each file's name and bytes.
@@ -47,7 +47,7 @@ def hash_files(path: Path, names: Iterable[str], on_done: Progress = no_progress
 
 
 def write_digests(path: Path, digests: Mapping[str, str]) -> None:
-    """Write the digests of a checkpoint's files, and behind them a digest of these lines."""
+    """Write the digests of a checkpoint's files, followed by a digest of these lines."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
     write_text(path / SUMS, f"{lines}# {_digest(lines)}\n")
 
@@ -56,15 +56,15 @@ def read_digests(path: Path) -> Digests:
     """Read the digests of a checkpoint's files.
 
     Raises:
-      ValueError: if there are none, they are themselves damaged, or of a file elsewhere.
+      ValueError: if the file of digests is missing or damaged, or names a file outside the checkpoint.
     """
     try:
-        lines, mark, own = (path / SUMS).read_text(encoding="utf-8").rpartition("# ")
+        lines, mark, digest = (path / SUMS).read_text(encoding="utf-8").rpartition("# ")
     except FileNotFoundError:
         raise damaged(path, f"{SUMS} is missing") from None
     except ValueError:
-        lines, mark, own = "", "", ""
-    if not mark or own != f"{_digest(lines)}\n":
+        lines, mark, digest = "", "", ""
+    if not mark or digest != f"{_digest(lines)}\n":
         raise damaged(path, f"{SUMS} is not as it was written")
     digests = {name: digest for digest, name in (line.split("  ", 1) for line in lines.splitlines())}
     for name in digests:
@@ -77,14 +77,14 @@ def _digest(text: str) -> str:
 
 
 def is_of(name: str, parts: Iterable[str]) -> bool:
-    """Tell whether a file is needed to read these parts of the state; what belongs to none of them is needed by all."""
-    room, _, below = name.partition("/")
+    """Return whether reading these parts of the state needs a file. Files that belong to no part are always needed."""
+    folder, _, below = name.partition("/")
     part, _, file = below.partition("/")
-    return room != ARRAYS or not file or part in parts
+    return folder != ARRAYS or not file or part in parts
 
 
 def find_unnamed(parts: Iterable[str], digests: Mapping[str, str]) -> list[str]:
-    """Return a line for each part of the state of which no file has a digest."""
+    """Return a line for each part of the state without any digest."""
     missing = (part for part in parts if not any(name.startswith(f"{ARRAYS}/{part}/") for name in digests))
     return [f"{SUMS} names no file of {ARRAYS}/{part}" for part in missing]
 
@@ -92,7 +92,7 @@ def find_unnamed(parts: Iterable[str], digests: Mapping[str, str]) -> list[str]:
 def find_damage(
     path: Path, names: Iterable[str], digests: Mapping[str, str], on_done: Progress = no_progress
 ) -> list[str]:
-    """Compare files with their digests; return a line for each that is missing or is not as it was written."""
+    """Compare files with their digests; return a line for each file that is missing or differs."""
     found = hash_files(path, names, on_done)
     problems = []
     for name, digest in found.items():
@@ -105,10 +105,10 @@ def find_damage(
 
 
 def check_documents(path: Path) -> None:
-    """Check the files that say what a checkpoint holds, before any of them is believed.
+    """Check the JSON files of a checkpoint before their contents are used.
 
     Raises:
-      ValueError: naming those that are damaged. Where there are no digests, nothing is checked.
+      ValueError: if files are damaged; names them. Without digests, nothing is checked.
     """
     if (path / SUMS).is_file():
         digests = read_digests(path)
@@ -116,7 +116,7 @@ def check_documents(path: Path) -> None:
 
 
 def raise_damage(path: Path, problems: Sequence[str]) -> None:
-    """Raise an error that names what is damaged, if anything is."""
+    """Raise an error with the problems, if there are any."""
     if problems:
         shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")
         raise damaged(path, shown)

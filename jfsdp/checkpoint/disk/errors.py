@@ -1,4 +1,4 @@
-"""One kind of error for disks that are full or cannot be written, whatever library noticed it."""
+"""Readable errors for disks that are full or not writable, from any library."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 OPEN_FILES = 48
-"""As many as a save may open at a time; with 40 left, one of 160 arrays went well (orbax 0.12), and with 24 not."""
+"""Open files that a save may need. A save of 160 arrays succeeded with 40 left, and failed with 24 (orbax 0.12)."""
 
 
 @contextlib.contextmanager
 def readable_errors(path: Any, needed: int | None = None) -> Iterator[None]:
-    """Turn what storage libraries raise for a full or unwritable disk into an OSError that says what still stands.
+    """Convert errors of storage libraries about full or unwritable disks to an OSError about the checkpoint.
 
     Args:
-      needed: bytes that were to be written.
+      needed: bytes to be written.
     """
     try:
         yield
@@ -43,37 +43,37 @@ _DISK_ERRORS: dict[int, tuple[str, ...]] = {
 
 
 def check_path(path: Path) -> None:
-    """Refuse a path that orbax cannot write to (0.12.8): it looks for what processes wrote by a pattern of names.
+    """Check that orbax can write to a path: it finds the files of processes by a glob (0.12.8).
 
     Raises:
-      ValueError: if there is a `[` in it.
+      ValueError: if the path contains a `[`.
     """
     if "[" in str(path):
-        raise ValueError(f"checkpoint {path}: has a '[' in its path, which orbax takes for a pattern; choose another")
+        raise ValueError(f"checkpoint {path}: has a '[' in its path, which orbax reads as a pattern; choose another")
 
 
 def check_space(path: Path, needed: int) -> None:
-    """Refuse to begin what the disk cannot hold.
+    """Check that the disk has enough free space.
 
     Raises:
-      OSError: naming the bytes needed and free.
+      OSError: if not; names the bytes needed and free.
     """
     parent = next(p for p in [path, *path.parents] if p.exists())
     free = shutil.disk_usage(parent).free
-    needed += needed // 50 + (1 << 20)  # what stands beside the arrays, and what a file system needs itself
+    needed += needed // 50 + (1 << 20)  # JSON files, and overhead of the file system
     if needed > free:
         reason = f"checkpoint needs about {needed:,} bytes, {free:,} are free; nothing was written"
         raise OSError(errno.ENOSPC, f"{reason}, and earlier ones are untouched", str(path))
 
 
 def check_open_files(path: Path) -> None:
-    """Refuse to begin with few file descriptors left: orbax meets their end in threads of its own, at great length.
+    """Check that enough file descriptors are left. Orbax fails late and in background threads without them.
 
     Raises:
-      OSError: naming how many are open, and the limit.
+      OSError: if not; names the number of open files and the limit.
     """
-    there, limit = Path("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    used = len(os.listdir(there)) if there.is_dir() else 0
+    descriptors, limit = Path("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    used = len(os.listdir(descriptors)) if descriptors.is_dir() else 0
     if limit != resource.RLIM_INFINITY and limit - used < OPEN_FILES:
-        reason = f"checkpoint takes {OPEN_FILES} open files, and {used} of {limit} are open; raise the limit: ulimit -n"
+        reason = f"checkpoint needs {OPEN_FILES} open files, and {used} of {limit} are open; raise the limit: ulimit -n"
         raise OSError(errno.EMFILE, f"{reason}. Nothing was written", str(path))

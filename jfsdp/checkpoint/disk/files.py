@@ -1,14 +1,14 @@
-"""What a checkpoint is on disk.
+"""Files of a checkpoint.
 
-    <path>/                      a step of a run, or what `save` was given
+    <path>/                      a step of a run, or the path passed to `save`
       arrays/params/ ...         orbax: the arrays, a directory for each part of the state
       manifest.json              format, names, logical shapes and dtypes of all arrays, step, metrics, versions
-      layout.json                the layout it was saved from, to read
-      config.json, extra.json    the caller's: how the run was configured, and where each process stood in the data
+      layout.json                the layout of the saved state, for human readers
+      config.json, extra.json    the caller's data: configuration of the run, and each process's position in the data
       SHA256SUMS                 a digest of every other file; `sha256sum -c SHA256SUMS` checks them without jfsdp
 
-A step is written as `<path>.jfsdp-tmp` and renamed when the last of these files is on the disk, so a directory without
-that suffix is whole, whenever a process was killed.
+A step is written to `<path>.jfsdp-tmp` and renamed after the last of these files is on disk. So a directory without
+that suffix is complete, even if the process was killed.
 """
 
 from __future__ import annotations
@@ -30,34 +30,34 @@ UNFINISHED = ".jfsdp-tmp"
 
 
 class DamagedError(ValueError):
-    """A checkpoint that is not as it was written; the message names the files."""
+    """A checkpoint whose files have changed since they were written; the message names them."""
 
 
 def is_damage(error: BaseException | None) -> bool:
-    """Tell whether an error, or one that it was raised from, says that a checkpoint is damaged."""
+    """Return whether an error, or one of its causes, is a `DamagedError`."""
     return error is not None and (isinstance(error, DamagedError) or is_damage(error.__cause__))
 
 
 def damaged(path: Any, what: str) -> DamagedError:
-    """Return the error for a checkpoint in which something is not as it was written."""
+    """Return the error for a damaged checkpoint."""
     remedy = "restore another step (--resume STEP), or an older one with fall_back=True (--fall-back)"
     return DamagedError(f"checkpoint {path}: is damaged: {what}; {remedy}")
 
 
 def inside(directory: Path, name: Any) -> Path:
-    """Return the path of a file that a document in a directory names. What links there lead to is the user's affair.
+    """Return the path of a file that a document in a directory names. Links in the directory are followed.
 
     Raises:
-      ValueError: if the name is none, or leads out of the directory: absolute, or by `..`.
+      ValueError: if the name is empty, absolute, or leaves the directory with `..`.
     """
     parts = PurePosixPath(name).parts if isinstance(name, str) else ()
     if not parts or parts[0].startswith("/") or ".." in parts:
-        raise ValueError(f"checkpoint {directory}: the name {name!r} leads out of it; fetch or write it again")
+        raise ValueError(f"checkpoint {directory}: the name {name!r} leads out of it; download or write it again")
     return directory / name
 
 
 def part_of(name: str) -> str:
-    """Return the directory below `arrays` that holds an array: so that who wants parameters alone reads no moments."""
+    """Return the directory below `arrays` that contains an array. Reading parameters then reads no optimizer states."""
     first, _, rest = name.partition(".")
     return first if rest and first in ("params", "opt_state", "model_state") else "counters"
 
@@ -70,12 +70,12 @@ def make_manifest(
     metrics: Mapping[str, float] | None = None,
     base: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Say what a checkpoint holds.
+    """Return the manifest of a checkpoint.
 
     Args:
       arrays: the `Logical` arrays by name.
-      name: that of its directory: a step of a run is told from a copy of it under another number.
-      base: by name, digests of the frozen leaves that are left out; None: none is.
+      name: the directory's name, which identifies a step that is copied under another number.
+      base: digests of the omitted frozen leaves by name; None: no leaves are omitted.
     """
     import jax
 
@@ -93,10 +93,10 @@ def make_manifest(
 
 
 def read_manifest(path: Any) -> dict[str, Any]:
-    """Read what a checkpoint says about itself: arrays, step, metrics, and from beside it layout, config and extra.
+    """Read the manifest of a checkpoint, together with its layout, config and extra.
 
     Raises:
-      ValueError: if the directory is no complete checkpoint, is damaged, or of another format.
+      ValueError: if the directory is not a complete checkpoint, is damaged, or has another format.
     """
     path = Path(path)
     if (path / MANIFEST).is_file():
@@ -104,19 +104,19 @@ def read_manifest(path: Any) -> dict[str, Any]:
     elif (path / SUMS).is_file() or (path / ARRAYS).is_dir():
         raise damaged(path, f"{MANIFEST} is missing")
     elif path in step_paths(path.parent) and not any(path.iterdir()):
-        raise damaged(path, "it is empty")
+        raise damaged(path, "the directory is empty")
     else:
         steps = [step.name for step in step_paths(path)[-4:]]
-        which = f"; it is a run, with steps such as {', '.join(steps)}" if steps else ""
-        raise ValueError(f"checkpoint {path}: there is none (no {MANIFEST}); pass what save wrote, or a step{which}")
+        hint = f"; it is a run, with steps such as {', '.join(steps)}" if steps else ""
+        raise ValueError(f"checkpoint {path}: there is none (no {MANIFEST}); pass a saved checkpoint or a step{hint}")
     found = manifest.get("format")
     if found != FORMAT:
         raise ValueError(f"checkpoint {path}: has format {found}, not {FORMAT}; read it with the jfsdp that wrote it")
     numbers = [name for name in (manifest["name"], path.name) if name.isdecimal()]
     if len(set(numbers)) == 2:
         written, named = numbers
-        why = f"it was written as step {written} and is not step {named}; if only its name is wrong, use {written}"
-        raise damaged(path, why)
+        reason = f"it was written as step {written} and is not step {named}; if only its name is wrong, use {written}"
+        raise damaged(path, reason)
     return manifest | {file.removesuffix(".json"): read_json(path, file) for file in (LAYOUT, CONFIG, EXTRA)}
 
 
@@ -127,7 +127,7 @@ def step_paths(directory: Path) -> list[Path]:
 
 
 def bytes_below(path: Path) -> int:
-    """Sum the sizes of the files below a directory, which others may rename or remove meanwhile."""
+    """Sum the sizes of the files below a directory, which other processes may rename or remove meanwhile."""
     num_bytes = 0
     for directory, _, names in os.walk(path):
         for name in names:
@@ -137,7 +137,7 @@ def bytes_below(path: Path) -> int:
 
 
 def read_json(path: Path, name: Any) -> Any:
-    """Read one of the documents of a checkpoint.
+    """Read a JSON file of a checkpoint.
 
     Raises:
       ValueError: if it is missing or damaged.
@@ -151,12 +151,12 @@ def read_json(path: Path, name: Any) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write a document, onto the disk and not only into its cache."""
+    """Write a JSON file and sync it to disk."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file, onto the disk and not only into its cache."""
+    """Write a text file and sync it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -164,12 +164,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Put a file, or the names in a directory, onto the disk, whoever wrote it."""
+    """Sync to disk a file, or the names in a directory, that any process wrote."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise  # else: a file system that syncs no directories
+            raise  # other errors: the file system does not sync directories
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""A file that one process holds as long as it lives, so that two runs do not write into one place."""
+"""A lock file, so that two processes do not write into one directory."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from typing import IO
 
 
 class Lock:
-    """A lock file, held from when this is made until `release`, or until the process ends.
+    """An exclusive lock on a file, from construction until `release` or the end of the process.
 
     Args:
-      what: what the error says before the holder, such as "checkpoint x: is being written by".
-      remedy: what it says besides waiting.
+      what: beginning of the error, before the owner, such as "checkpoint x: is being written by".
+      remedy: end of the error, after the advice to wait.
 
     Raises:
-      ValueError: if another process holds it; names that.
+      ValueError: if another process has the lock; names that process.
     """
 
     def __init__(self, path: Path, what: str, remedy: str):
         self._path = path
         self._file = path.open("ab+", buffering=0)
-        if not _lock(self._file) or not self._is_still():
+        if not _lock(self._file) or not self._is_at_path():
             self._file.seek(0)
-            holder = self._file.read().decode().strip() or "another process"
+            owner = self._file.read().decode().strip() or "another process"
             self._file.close()
-            raise ValueError(f"{what} {holder}; wait for it, {remedy}")
+            raise ValueError(f"{what} {owner}; wait for it, {remedy}")
         self._file.truncate(0)
-        with contextlib.suppress(OSError):  # a full disk: the lock does not name its process
+        with contextlib.suppress(OSError):  # a full disk: the lock file does not name its process
             self._file.write(f"process {os.getpid()} on {platform.node()}".encode())
 
     def release(self) -> None:
-        """Give the lock up and remove the file, if its directory can still be written: only an open file locks."""
+        """Release the lock and remove the file if its directory is writable. A file that remains does not lock."""
         with contextlib.suppress(OSError):
             self._path.unlink()
         self._file.close()
 
-    def _is_still(self) -> bool:
-        """Tell whether the locked file is the one at its path: the holder before may just have removed it."""
+    def _is_at_path(self) -> bool:
+        """Return whether the locked file is still at its path; the previous owner may have just removed it."""
         try:
             return os.fstat(self._file.fileno()).st_ino == self._path.stat().st_ino
         except FileNotFoundError:
@@ -55,5 +55,5 @@ def _lock(file: IO[bytes]) -> bool:
         return False
     except OSError as error:
         if error.errno not in (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP):
-            raise  # else: a file system without locks, on which users have to take care themselves
+            raise  # other errors: the file system has no locks, and users must avoid two writers
     return True

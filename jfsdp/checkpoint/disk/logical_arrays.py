@@ -1,9 +1,10 @@
-"""The arrays of a training state under logical names, and where each device's block of them lies.
+"""The arrays of a training state under logical names, and each device's block of them.
 
 [Note: what a checkpoint holds]
-Arrays are stored by logical name: `params.<name>`, `opt_state.<path>`, `model_state.<name>`, `step`, `num_skipped`,
-`loss_scale.<name>`, in their logical shape. No strategy, mesh, program or storage form is part of a name or a shape:
-padding is left out. The low-precision copy of strategies that keep one is not written: it is the cast of the master.
+Arrays are stored in their logical shape under logical names: `params.<name>`, `opt_state.<path>`,
+`model_state.<name>`, `step`, `num_skipped`, `loss_scale.<name>`. Names and shapes do not depend on strategy, mesh,
+program or storage form; padding is left out. The low-precision copy of some strategies is not written, since it is a
+cast of the master.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from jfsdp.train.update.roles import dotted
 
 @dataclasses.dataclass(frozen=True)
 class Logical:
-    """A logical array: what a checkpoint says of it. `key_impl` is the rng implementation if it is the data of keys."""
+    """Shape and dtype of a logical array. `key_impl` is the rng implementation if it is the data of random keys."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -37,7 +38,7 @@ class Logical:
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """One logical array as it stands at rest: keys as their data, and padded at the end of a dim.
+    """A logical array in the form in which a state stores it: keys as their data, padded at the end of a dim.
 
     Attributes:
       value: the array, or its shape.
@@ -49,18 +50,18 @@ class Stored:
 
     @property
     def block(self) -> tuple[int, ...]:
-        """The shape of the largest part of the logical array that one device's block holds."""
+        """The shape of the largest part of the logical array in one device's block."""
         return tuple(map(min, self.value.sharding.shard_shape(tuple(self.value.shape)), self.logical.shape))
 
     def inside(self, index: Index) -> Index:
-        """Return which part of the logical array a block holds, given by its index in the stored one."""
+        """Return the part of the logical array in a block, from the block's index in the stored array."""
         bounds = (part.indices(size)[:2] for part, size in zip(index, self.value.shape, strict=True))
         pairs = zip(bounds, self.logical.shape, strict=True)
         return tuple(slice(min(start, size), min(stop, size)) for (start, stop), size in pairs)
 
 
 def without_padding(block: np.ndarray, inside: Index) -> np.ndarray:
-    """Return what a block holds of a logical array, as a view that can be written."""
+    """Return a writable view of a block without its padding."""
     return block[(*(slice(0, part.stop - part.start) for part in inside), ...)]
 
 
@@ -78,12 +79,12 @@ def contents(state: TrainState) -> list[Stored]:
 
 
 def logical_arrays(state: TrainState) -> dict[str, Logical]:
-    """Return name, logical shape and dtype of every array of a state, or of its shapes."""
+    """Return name, logical shape and dtype of every array of a state or of its shapes."""
     return {stored.name: stored.logical for stored in contents(state)}
 
 
 def rebuild(like: TrainState, arrays: list[jax.Array]) -> TrainState:
-    """Build a state out of its arrays, in the order of `contents`. The low-precision copy is left empty."""
+    """Build a state from its arrays, in the order of `contents`. The low-precision copy is left empty."""
     values, tree = jax.tree.flatten(_trees(like))
     new = [
         jax.random.wrap_key_data(array, impl=_key_data(value)[1]) if is_key(value) else array
@@ -108,15 +109,15 @@ def _key_data(value: Any) -> tuple[Any, str | None]:
 
 
 def one_array(name: str, logical: Any, stored: Any) -> Stored:
-    """Describe one array that stands alone: its logical shape and dtype, and its stored shape and sharding."""
+    """Return a `Stored` for an array that is not part of a state."""
     return Stored(name, Logical(tuple(logical.shape), logical.dtype), stored)
 
 
 def choose_writers(arrays: list[Stored], devices: Collection[Any] | None = None) -> list[list[Any]]:
-    """Choose a writer for each block of each array among these devices, or among all; return the writers by array.
+    """Choose a writer for each block of each array among these devices (default: all). Return the writers by array.
 
-    The device with the least to write so far is chosen, the largest arrays first, so that replicas share the work.
-    Every process comes to the same answer.
+    Goes through the arrays from the largest, and chooses the device with the fewest bytes so far, so that replicas
+    share the work. Every process gets the same result.
     """
     load = collections.Counter[Any]()
     found: list[list[Any]] = [[] for _ in arrays]

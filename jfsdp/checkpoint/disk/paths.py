@@ -1,4 +1,4 @@
-"""What a path means: a place on a file system, and there a checkpoint, a run with several, or a step of it."""
+"""Paths of checkpoints: a checkpoint, a run with several, or a step of it."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from jfsdp.checkpoint.disk.files import ARRAYS, MANIFEST, SUMS, step_paths
 
 
 def local_path(path: Any) -> Path:
-    """Return a path as an absolute one, with `~` as the home directory.
+    """Return a path as an absolute one, with `~` expanded.
 
     Raises:
-      ValueError: for the address of an object store.
+      ValueError: if the path is invalid, or an address of an object store.
     """
     if not str(path) or "\0" in str(path):
-        raise ValueError(f"checkpoint {path!r}: is no path; name a directory")
+        raise ValueError(f"checkpoint {path!r}: is not a path; name a directory")
     if "://" in str(path):
         raise ValueError(f"checkpoint {path}: is an address; object stores are not supported, use a shared file system")
     return Path(path).expanduser().absolute()
 
 
 def existing_path(path: Any, what: str = "") -> Path:
-    """Return a path at which something is.
+    """Return a path that exists.
 
     Args:
-      what: of a model of the Hugging Face Hub is needed, as an option of its download; everything unless given.
+      what: option for the download of a model from the Hugging Face Hub that restricts the files; default all.
 
     Raises:
-      ValueError: if nothing is there; where the path could be a name of the Hub, with the command that downloads it.
+      ValueError: if the path does not exist; if it may be a name on the Hub, with the command that downloads the model.
     """
     found = Path(path).expanduser()
     if found.exists():
@@ -37,12 +37,12 @@ def existing_path(path: Any, what: str = "") -> Path:
     name, remedy = str(path), ""
     if re.fullmatch(r"[\w-]+|\w[\w.-]*/\w[\w.-]*", name):
         command = f"hf download {name}{what} --local-dir {name.rpartition('/')[2]}"
-        remedy = f"; a model of the Hugging Face Hub: pip install huggingface_hub; {command}, and give its directory"
+        remedy = f"; for a model of the Hugging Face Hub: pip install huggingface_hub; {command}; pass its directory"
     raise ValueError(f"{name}: there is no such file or directory{remedy}")
 
 
 def find_checkpoints(path: Any) -> list[Path]:
-    """Return the checkpoints that a path names, oldest first: itself, or all steps of a run.
+    """Return the checkpoints at a path, oldest first: itself, or all steps of a run.
 
     Raises:
       ValueError: if there is none.
@@ -53,12 +53,12 @@ def find_checkpoints(path: Any) -> list[Path]:
     for directory in (path, path / "checkpoints"):
         if steps := step_paths(directory):
             return steps
-    what = "is not there" if not path.exists() else "is no checkpoint and holds none"
+    what = "does not exist" if not path.exists() else "is not a checkpoint and contains none"
     raise ValueError(f"checkpoint {path}: {what}; pass a checkpoint, a step of a run, or the directory of a run")
 
 
 def find_checkpoint(path: Any) -> Path:
-    """Return the checkpoint that a path names; of a run the newest.
+    """Return the checkpoint at a path, or the newest of a run.
 
     Raises:
       ValueError: if there is none.

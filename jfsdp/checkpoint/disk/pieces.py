@@ -1,4 +1,4 @@
-"""What a process writes of a state: its parts of the logical arrays, copied to the host."""
+"""The pieces of a state that one process writes, copied to the host."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jfsdp.train.state import TrainState
 
 @dataclasses.dataclass
 class Pieces:
-    """The parts of one logical array that this process writes, none larger than `block`.
+    """The parts of one logical array that this process writes, each at most as large as `block`.
 
     Attributes:
-      parts: where each part lies, and the part: on the host, or a function that reads it.
+      parts: each part's index, and its values on the host or a function that reads them.
     """
 
     shape: tuple[int, ...]
@@ -29,24 +29,24 @@ class Pieces:
 
 
 def check_dtypes(arrays: Mapping[str, Any]) -> None:
-    """Refuse arrays of a dtype that cannot be stored, before anything is copied.
+    """Check that all dtypes can be stored, before anything is copied.
 
     Raises:
-      ValueError: naming array and dtype.
+      ValueError: if one cannot; names array and dtype.
     """
     for name, array in arrays.items():
         try:
             ts.dtype(np.dtype(array.dtype).name)
         except (TypeError, ValueError) as error:
             kind = np.dtype(array.dtype).name
-            raise ValueError(f"{name}: dtype {kind} cannot be stored; keep it in another dtype, int8 say") from error
+            raise ValueError(f"{name}: dtype {kind} cannot be stored; use another, such as int8") from error
 
 
 def copy_pieces(state: TrainState, devices: Collection[Any] | None = None) -> dict[str, Pieces]:
-    """Copy to the host what this process writes of a state: its share of what these devices hold, by default of all.
+    """Copy to the host this process's share of the blocks on these devices (default: all).
 
     Layout:  padding is left out.
-    Memory:  one host copy of what this process writes.
+    Memory:  one host copy of this share.
     """
     arrays = contents(state)
     owned = [
@@ -71,8 +71,8 @@ def _copy_parts(stored: Stored, shards: Sequence[Any]) -> list[tuple[Index, np.n
 
 
 def copy_shard(shard: Any) -> np.ndarray:
-    """Return a copy of a device's part of an array, in the memory of the host."""
+    """Return a copy of a device's shard in host memory."""
     block = np.asarray(shard.data)
     if shard.device.platform == "cpu" or "host" in str(shard.data.sharding.memory_kind):
-        block = block.copy()  # else a view of what the next step overwrites, since it is donated
+        block = block.copy()  # it is a view of memory that is donated to the next step
     return block

@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other about a checkpoint: so that all go on, or all raise."""
+"""Agreement between the processes of a run on a checkpoint: all continue, or all raise."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ T = TypeVar("T")
 
 
 def together(check: Callable[[], Any]) -> list[Any]:
-    """Call a function in every process; return what each returned, or raise in all what one of them raised.
+    """Call a function in every process. Return the values of all, or raise in all the error of one.
 
-    A process that raised alone would leave the others waiting for it for ever.
+    If one process raised without the others, they would wait for it forever.
 
     Args:
-      check: calls nothing that waits for other processes.
+      check: must not wait for other processes.
 
     Raises:
-      Exception: the process's own error; elsewhere the first process's, by its message: an OSError, a ValueError (a
-        DamagedError, where it was one), or for any other kind a RuntimeError.
+      Exception: in a process that failed, its own error. In the others, the message of the first process that failed,
+        as an OSError, ValueError, TypeError or DamagedError like the original, or else a RuntimeError.
     """
     try:
         value = check()
@@ -43,12 +43,12 @@ _KINDS = {"damaged": DamagedError, "value": ValueError, "type": TypeError, "othe
 
 
 def in_all(action: Callable[[], T]) -> T:
-    """Call a function in every process; return what this one returned, or raise in all what one of them raised."""
+    """Call a function in every process. Return this process's value, or raise in all the error of one."""
     values: list[T] = []
     together(lambda: values.append(action()))
     return values[0]
 
 
 def only_first(action: Callable[[], Any]) -> Any:
-    """Call a function in process 0 alone; return what it returned in all, or raise in all what it raised."""
+    """Call a function in process 0 only. Return its value in all processes, or raise its error in all."""
     return together(lambda: action() if jax.process_index() == 0 else None)[0]

@@ -1,4 +1,4 @@
-"""A checkpoint on disk as a source of arrays: named, checked, and read by slices."""
+"""A checkpoint on disk as a source of arrays."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from jfsdp.checkpoint.disk.processes import together
 from jfsdp.checkpoint.source import Index
 
 CACHE_BYTES = 256 << 20
-"""What is kept of chunks that several slices need, when many devices' slices are read at once."""
+"""Size of the cache of chunks, when the slices of many devices are read at once and share chunks."""
 
 STREAM_BYTES = 64 << 20
-"""The same where an array is read once, piece after piece: more makes it slower, and holds memory in fragments."""
+"""Size of the cache when arrays are read once, in pieces. A larger one is slower and fragments memory."""
 
 
 class CheckpointSource:
-    """The arrays of a complete checkpoint. Making it checks the documents; `check`, before they are read, the arrays.
+    """The arrays of a complete checkpoint. Creation checks the documents; `check` checks the arrays before reading.
 
     Args:
-      cache_bytes: of chunks that were read, how much is kept; None: `CACHE_BYTES`.
+      cache_bytes: size of the cache of chunks; None: `CACHE_BYTES`.
 
     Raises:
-      ValueError: if there is no complete checkpoint at `path`, or it is of another format.
+      ValueError: if there is no complete checkpoint at `path`, or it has another format.
     """
 
     def __init__(self, path: Any, *, cache_bytes: int | None = None):
@@ -48,23 +48,23 @@ class CheckpointSource:
 
     @property
     def key_impls(self) -> dict[str, str | None]:
-        """By name, the rng implementation of arrays that are the data of keys."""
+        """The rng implementation of each array that is the data of random keys, by name; None for other arrays."""
         return {name: entry["key_impl"] for name, entry in self.manifest["arrays"].items()}
 
     def stated(self, *names: str) -> Any:
-        """Return what is under nested names in the `config` it was saved with, which may be any JSON; None: nothing."""
+        """Return the value under nested names in the saved `config`, which may be any JSON; None if there is none."""
         found = self.manifest["config"]
         for name in names:
             found = found.get(name) if isinstance(found, Mapping) else None
         return found
 
     def check(self, names: Iterable[str]) -> None:
-        """Check every file that reading these arrays needs; the processes share the work. Every process calls this.
+        """Check every file that reading these arrays needs. Processes share the work; every process must call this.
 
-        Cost: each of these files is read once by one of the processes.
+        Cost: one of the processes reads each of these files once.
 
         Raises:
-          ValueError: listing the files that are damaged.
+          ValueError: if files are damaged; lists them.
         """
         parts = sorted({part_of(name) for name in names})
 
@@ -101,18 +101,18 @@ class CheckpointSource:
             return self._stores[name]
         import tensorstore as ts
 
-        # Not a URL: in one, the characters % # ? of a path mean something else.
+        # Not a URL, in which the characters % # ? of a path have other meanings.
         base = {"driver": "file", "path": f"{self.path / ARRAYS / part_of(name)}/"}
         spec = {
             "driver": "zarr",
             "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"},
-            "fill_missing_data_reads": False,  # a chunk that is gone is an error, and not zeros
+            "fill_missing_data_reads": False,  # a missing chunk is an error, not zeros
         }
         self._stores[name] = ts.open(spec, open=True, read=True, context=self._context).result()
         return self._stores[name]
 
     def chunk_shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the pieces in which an array is stored: to read whole ones is cheapest.
+        """Return the shape of the stored chunks. Reading whole chunks is cheapest.
 
         Raises:
           ValueError: if it cannot be read.

@@ -1,8 +1,8 @@
-"""Write a state through orbax: each process what it owns, in logical shapes, with digests before the commit.
+"""Writing states through orbax: each process its own pieces, in logical shapes, with digests before the commit.
 
-Orbax commits what its handlers wrote (barriers between processes, threads in the background); what is ours is the leaf
-that it writes, `Pieces`: the parts of a logical array that this process owns, whatever the form in which the state
-stores them. The directories that come out are orbax's own, and any orbax reads them.
+Orbax commits the files that its handlers wrote, with barriers between processes and threads in the background. jfsdp
+adds the leaf type `Pieces`: the parts of a logical array that this process writes, for any storage form of the state.
+The directories are regular orbax checkpoints that any orbax reads.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from jfsdp.checkpoint.disk.pieces import Pieces
 from jfsdp.checkpoint.source import Index, cell_of
 
 FILE_BYTES = 128 << 20
-"""Chunks are gathered into files of about this size: they wait in memory until one is full, and a core hashes each."""
+"""Approximate size of the files that combine chunks. Chunks wait in memory until a file is full; a core hashes each."""
 
 _LOADING = 8
-"""So many pieces are loaded at once where they are read while they are written."""
+"""Number of pieces that are loaded at once, if they are read while they are written."""
 
 _TIMEOUT_S = 24 * 3600
-"""Orbax (0.12) gives up a checkpoint that takes longer than this, by itself after 20 minutes: too few for a large one
-on a slow disk, and for a conversion, which reads while it writes."""
+"""Time limit of orbax (0.12) for a checkpoint. Its default of 20 minutes is too short for a large checkpoint on a slow
+disk, and for a conversion, which reads while it writes."""
 
 
 class _PiecesHandler(ocp.type_handlers.ArrayHandler):
-    """What orbax calls to write `Pieces`; to who reads them they are arrays like any other."""
+    """Type handler with which orbax writes `Pieces`; readers see ordinary arrays."""
 
     async def serialize(self, values: Any, infos: Any, args: Any = None) -> Sequence[Any]:
         loading = asyncio.Semaphore(_LOADING)
@@ -74,11 +74,11 @@ class _PiecesHandler(ocp.type_handlers.ArrayHandler):
 
 
 class _StateHandler(ocp.AsyncCheckpointHandler):
-    """Writes each part of a state into its own directory, and hashes what this process wrote.
+    """Writes each part of a state into a separate directory, and hashes the files of this process.
 
     Attributes:
-      error: what went wrong in the background. It is kept, and raised by `Writer`: one that orbax sees in one process
-        leaves the others waiting at its next barrier (orbax 0.12: for `_TIMEOUT_S`).
+      error: the first error in the background. `Writer` raises it. If one process raised it in orbax, the others would
+        wait at the next barrier (orbax 0.12: for `_TIMEOUT_S`).
     """
 
     def __init__(self) -> None:
@@ -134,7 +134,7 @@ class _SaveState(ocp.args.CheckpointArgs):
 
 @dataclasses.dataclass
 class _Commit:
-    """What orbax waits for in the background: that everything of this process is written, and hashed after that."""
+    """Future that orbax waits for in the background: all files of this process are written, and then hashed."""
 
     handler: _StateHandler
     commits: list[Any]
@@ -152,7 +152,7 @@ _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
 
 
 def _finish_all() -> None:
-    """Wait for what is still being written when a program ends without `close`."""
+    """Wait for unfinished checkpoints when a program ends without `close`."""
     for writer in list(_WRITERS):
         try:
             if not writer.wait():
@@ -161,13 +161,13 @@ def _finish_all() -> None:
             print(f"jfsdp: the last checkpoint was not written: {error}", file=sys.stderr)
 
 
-# `atexit` is too late: by then thread pools take no more work, and orbax gives them some. Python has no other place
-# that is early enough (looked for in 3.11 to 3.14).
+# `atexit` is too late, because thread pools then accept no more work and orbax still submits some. Python has no other
+# hook that is early enough (searched in 3.11 to 3.14).
 getattr(threading, "_register_atexit", atexit.register)(_finish_all)
 
 
 class Writer:
-    """Writes checkpoints one after the other, each in the background. No program ends before they are written."""
+    """Writes checkpoints in the background, one after the other. The program does not end before they are written."""
 
     def __init__(self) -> None:
         options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S, create_directories_asynchronously=False)
@@ -182,13 +182,13 @@ class Writer:
         self, partial: Path, path: Path, arrays: Mapping[str, Pieces], documents: Mapping[str, Any],
         on_commit: Callable[[], Any] = lambda: None, before_commit: Callable[[], Any] = lambda: None,
     ) -> None:  # fmt: skip
-        """Begin to write a checkpoint; it stands at `path` once it is complete. Every process calls this.
+        """Begin to write a checkpoint, which appears at `path` when it is complete. Every process must call this.
 
         Args:
-          partial: the directory to write into, beside `path`; process 0 has made it.
-          documents: by file name, what stands beside the arrays.
-          before_commit: called in process 0 when all arrays are written; what it raises leaves no checkpoint.
-          on_commit: called in process 0 once the checkpoint is complete.
+          partial: the directory to write into, next to `path`; process 0 has created it.
+          documents: contents of the JSON files, by file name.
+          before_commit: called in process 0 when all arrays are written. If it raises, there is no checkpoint.
+          on_commit: called in process 0 when the checkpoint is complete.
         """
         self._partial = partial
         self._orbax.save(partial / ARRAYS, _SaveState(arrays))
@@ -202,17 +202,17 @@ class Writer:
                     before_commit()
                     commit(partial, path, documents)
                     on_commit()
-            except BaseException as error:  # raised by `wait`, in the thread that is listened to
+            except BaseException as error:  # `wait` raises it in the caller's thread
                 self._error = error
 
         self._thread = threading.Thread(target=finish, name="jfsdp-checkpoint")
         self._thread.start()
 
     def wait(self) -> bool:
-        """Wait until what was begun is complete; raise what went wrong with it in this process.
+        """Wait until the checkpoint is complete; raise this process's error.
 
         Returns:
-          False where another process could not write its part.
+          False if another process could not write its part.
         """
         if self._thread is not None:
             self._thread.join()
@@ -225,16 +225,16 @@ class Writer:
         return True
 
     def num_bytes(self) -> int:
-        """Return how many bytes of what is being written are on disk, of all processes that share it."""
+        """Return the bytes on disk of the checkpoint in progress, over all processes."""
         return 0 if self._partial is None else bytes_below(self._partial)
 
     def remove_unfinished(self) -> None:
-        """Remove what was half written; process 0 does, after its own `wait`."""
+        """Remove the unfinished checkpoint; only process 0 does, after its own `wait`."""
         if self._partial is not None and jax.process_index() == 0:
             shutil.rmtree(self._partial, ignore_errors=True)
 
     def close(self) -> None:
-        """Wait, and stop the threads. What did not become whole is removed."""
+        """Wait, and stop the threads. An unfinished checkpoint is removed."""
         try:
             if not self.wait():
                 self.remove_unfinished()
