@@ -143,7 +143,7 @@ def test_what_cannot_be_generated_is_refused_in_a_line(models, capsys, tmp_path,
     ("stored", "args", "expected"),
     [
         ({"tokenizer": 5}, [], "config.json of the run: --tokenizer 5 must be text"),
-        ({"tokenizer": "gone", "eod_token": "<end>"}, ["--tokenizer", "byte"], "holds no safetensors"),
+        ({"tokenizer": "gone", "eod_token": "<end>"}, ["--tokenizer", "byte"], "has no safetensors"),
         ({"tokenizer": "byte", "eod_token": "<end>"}, ["--tokenizer", "byte"], "--eod-token <end>"),
         ({"tokenizer": "gone"}, ["--tokenizer", "{dir}"], "tokenizer.json.*--tokenizer PATH, or byte"),
         ({}, ["--model", "gpt2"], "--model gpt2: '.*' is a run, whose config.json names its model; leave it out"),

@@ -1,1 +1,1 @@
-"""Weights that others wrote or are to read: files of Hugging Face and PyTorch, and names over them."""
+"""Other libraries' formats: weights of Hugging Face, PyTorch and PEFT, and mappings of their names."""

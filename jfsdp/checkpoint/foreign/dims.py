@@ -1,7 +1,7 @@
-"""How the dims of one array stand in another: a transposition, a permutation, or several dims merged into one.
+"""Correspondence of the dims of two arrays: a transposition, a permutation, or several dims merged into one.
 
-Written as a text of named dims, our array's before the arrow and the other's behind it: `"in out -> out in"`,
-`"d heads size -> (heads size) d"`. A slice of either array is found in the other, and only that much is read.
+It is written as named dims, the model's array before the arrow and the checkpoint's after it: `"in out -> out in"`,
+`"d heads size -> (heads size) d"`. A slice of one array is translated to the other, and only that slice is read.
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ _SHORTHANDS = {"transpose": "a b -> b a"}
 
 @dataclasses.dataclass(frozen=True)
 class Dims:
-    """The dims of our array, and those of the other, each made of one or several of ours, major to minor."""
+    """Dims of the model's array (`ours`), and of the checkpoint's (`theirs`), each one or several of ours in order."""
 
     ours: tuple[str, ...]
     theirs: tuple[tuple[str, ...], ...]
 
     def their_shape(self, shape: Shape) -> Shape:
-        """Return the shape of the other array, from ours."""
+        """Return the shape of the checkpoint's array."""
         sizes = dict(zip(self.ours, shape, strict=True))
         return tuple(math.prod(sizes[name] for name in group) for group in self.theirs)
 
     def their_index(self, shape: Shape, index: Index) -> Index:
-        """Return the least slice of the other array that holds a slice of ours: minor merged dims are read whole."""
+        """Return the smallest slice of the checkpoint's array that contains a slice of ours.
+
+        Minor merged dims are read whole.
+        """
         wanted = dict(zip(self.ours, index, strict=True))
         slices = []
         for group in self.theirs:
@@ -42,7 +45,7 @@ class Dims:
         return tuple(slices)
 
     def to_ours(self, block: np.ndarray, shape: Shape, index: Index) -> np.ndarray:
-        """Turn what `their_index` reads into the slice of ours; a view where numpy can."""
+        """Convert the block at `their_index` to the slice of our array; a view if possible."""
         wanted, read = dict(zip(self.ours, index, strict=True)), dict(zip(self.ours, shape, strict=True))
         majors = {group[0] for group in self.theirs}
         read |= {name: wanted[name].stop - wanted[name].start for name in majors}
@@ -51,7 +54,7 @@ class Dims:
         return split[tuple(slice(None) if name in majors else wanted[name] for name in self.ours)]
 
     def our_index(self, shape: Shape, index: Index) -> Index:
-        """Return the least slice of ours that holds a slice of the other array."""
+        """Return the smallest slice of our array that contains a slice of the checkpoint's."""
         wanted = dict(zip(self.ours, (slice(0, size) for size in shape), strict=True))
         for group, part in zip(self.theirs, index, strict=True):
             step = self._minor_size(shape, group)
@@ -59,7 +62,7 @@ class Dims:
         return tuple(wanted[name] for name in self.ours)
 
     def to_theirs(self, block: np.ndarray, shape: Shape, index: Index) -> np.ndarray:
-        """Turn what `our_index` reads into the slice of the other array; a view where numpy can."""
+        """Convert the block at `our_index` to the slice of the checkpoint's array; a view if possible."""
         flat = [name for group in self.theirs for name in group]
         read = dict(zip(self.ours, block.shape, strict=True))
         merged = block.transpose([self.ours.index(name) for name in flat]).reshape(
@@ -78,16 +81,16 @@ class Dims:
 
 
 def same_dims(rank: int) -> Dims:
-    """Return dims that stand in the other array as they stand in ours."""
+    """Return dims that are equal in both arrays."""
     names = tuple(f"dim{place}" for place in range(rank))
     return Dims(names, tuple((name,) for name in names))
 
 
 def parse_dims(text: str) -> Dims:
-    """Read `"a b c -> (b c) a"`; `"transpose"` is short for `"a b -> b a"`.
+    """Parse a text such as `"a b c -> (b c) a"`; `"transpose"` is short for `"a b -> b a"`.
 
     Raises:
-      ValueError: if the two sides do not name the same dims, each once.
+      ValueError: if the two sides do not have the same dims, each once.
     """
     ours, arrow, theirs = _SHORTHANDS.get(text, text).partition("->")
     groups = tuple(tuple((merged or single).split()) for merged, single in re.findall(r"\(([^()]*)\)|(\w+)", theirs))

@@ -1,4 +1,4 @@
-"""Arrays of any source written as safetensors files, piece by piece: host memory for a piece, whatever the model."""
+"""Writing the arrays of any source as safetensors files, in pieces."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from jfsdp.checkpoint.source import Index, Recast, Source, contiguous, float_dty
 
 MAX_SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 1 << 25
-_AHEAD = 2  # pieces that are read while another is written
+_AHEAD = 2  # pieces that are read while another one is written
 MEMORY_BYTES = (_AHEAD + 1) * 3 * PIECE_BYTES
-"""The most host memory that an export takes, besides its source: each piece as read, and twice in the new dtype."""
+"""Maximum host memory of an export, in addition to its source: each piece as read, and twice in the new dtype."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Written:
-    """What an export wrote: the files with weights, their arrays and the bytes of these, without headers.
+    """Result of an export: the files with weights, the number of arrays, and their bytes without headers.
 
     Attributes:
-      nonfinite: a line for each array with NaN or infinite values, under its name there.
+      nonfinite: a line for each array with NaN or infinite values, under its name in the files.
     """
 
     directory: Path
@@ -46,15 +46,15 @@ class Written:
 
 
 def export_safetensors(source: Source, directory: Any, names: Names, **options: Any) -> Written:
-    """Write a model as a directory that `transformers` loads. It appears whole or not at all.
+    """Write a model as a directory that `transformers` loads. It appears completely or not at all.
 
     Memory:  `MEMORY_BYTES` on the host: pieces as read and as written.
 
-    Of several processes one calls this (the first, say): it writes all files.
+    One process calls this and writes all files.
 
     Args:
-      source: the parameters under our names, without `params.`.
-      directory: must not exist yet; its parent is made if it is missing.
+      source: the parameters under the model's names, without `params.`.
+      directory: a new directory; its parent is created if it is missing.
       names: the mapping, such as a job's field `pretrained`.
       options: of `write_safetensors`: `config`, `dtype`, `max_shard_bytes`, `allow_nonfinite`.
 
@@ -76,24 +76,24 @@ def write_safetensors(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     allow_nonfinite: bool = False,
 ) -> Written:
-    """Write all arrays of a source under its own names; otherwise as `export_safetensors`.
+    """Write all arrays of a source under its own names; otherwise like `export_safetensors`.
 
     Args:
-      config: what `config.json` is to say, such as `pretrained.config_json` returns; `torch_dtype` is added. None: no
-        such file.
-      dtype: of floating arrays in the files; None: as they are.
-      max_shard_bytes: more than this is written as several files and an index; an array is never cut.
-      allow_nonfinite: write NaN and infinite values too, and say so in what is returned.
-      texts: more files, by name: what they say as JSON, or the path of a file to copy.
-      weights: the file of the arrays, where one is enough.
+      config: contents of `config.json`, such as the result of `pretrained.config_json`; `torch_dtype` is added. None:
+        no such file.
+      dtype: dtype of floating arrays in the files; None: unchanged.
+      max_shard_bytes: more bytes than this are written as several files and an index; arrays are not split.
+      allow_nonfinite: write NaN and infinite values, and list them in the result.
+      texts: further files by name: contents as JSON, or the path of a file to copy.
+      weights: name of the file with the arrays, if one suffices.
 
     Raises:
-      ValueError: if `directory` exists, a dtype cannot be written, or a value leaves its range or is not finite.
+      ValueError: if `directory` exists, a dtype cannot be written, or a value exceeds its range or is not finite.
       OSError: if the disk is full or not writable.
     """
     directory = Path(directory).expanduser().absolute()
     if directory.exists():
-        raise ValueError(f"{directory}: exists already, and nothing is overwritten; choose another path, or remove it")
+        raise ValueError(f"{directory}: already exists and is not overwritten; choose another path, or remove it")
     counted = Counted(source)
     cast = Recast(counted, {name: _target(array, dtype) for name, array in source.arrays.items()})
     shards, total = _plan_shards(cast.arrays, max_shard_bytes, weights), total_bytes(cast.arrays.values())
@@ -129,7 +129,7 @@ def _target(array: Any, dtype: Any) -> np.dtype:
 
 
 def _plan_shards(arrays: Shapes, max_shard_bytes: int, weights: str) -> dict[str, Shapes]:
-    """Fill files in the order of the arrays, each up to the limit; return each file's arrays, in file order."""
+    """Assign arrays to files in their order, each up to the limit; return each file's arrays, in file order."""
     if max_shard_bytes < 1:
         raise ValueError(f"max_shard_bytes={max_shard_bytes} must be at least 1; {MAX_SHARD_BYTES} is usual")
     groups: list[dict[str, jax.ShapeDtypeStruct]] = [{}]
@@ -137,7 +137,7 @@ def _plan_shards(arrays: Shapes, max_shard_bytes: int, weights: str) -> dict[str
     for name, array in arrays.items():
         if array.dtype not in CODES:
             known = ", ".join(map(str, DTYPES.values()))
-            raise ValueError(f"{name}: has dtype {array.dtype}, which safetensors lacks; choose one of {known}")
+            raise ValueError(f"{name}: safetensors has no dtype {array.dtype}; choose one of {known}")
         size = total_bytes([array])
         if groups[-1] and filled + size > max_shard_bytes:
             groups.append({})
@@ -147,7 +147,7 @@ def _plan_shards(arrays: Shapes, max_shard_bytes: int, weights: str) -> dict[str
     files = [f"model-{place + 1:05d}-of-{len(groups):05d}.safetensors" for place in range(len(groups))]
     if len(groups) == 1:
         files = [weights]
-    # Wide elements come first, so that each array begins at a multiple of its element, as readers expect.
+    # Wide elements come first, so that each array begins at a multiple of its item size, as readers expect.
     aligned = [dict(sorted(group.items(), key=lambda item: -item[1].dtype.itemsize)) for group in groups]
     return dict(zip(files, aligned, strict=True))
 
@@ -169,11 +169,11 @@ def _write_file(source: Source, stored: Shapes, path: Path, arrays: Shapes) -> N
         os.fsync(file.fileno())
 
 
-def row_cell(shape: Sequence[int], most: int) -> tuple[int, ...]:
-    """Return the shape of pieces of at most `most` elements that follow one another in memory (row-major)."""
+def row_cell(shape: Sequence[int], limit: int) -> tuple[int, ...]:
+    """Return the shape of pieces of at most `limit` elements that are contiguous in memory (row-major)."""
     cell = [1] * len(shape)
     for dim in reversed(range(len(shape))):
-        cell[dim] = max(min(shape[dim], most // math.prod(cell)), 1)
+        cell[dim] = max(min(shape[dim], limit // math.prod(cell)), 1)
         if cell[dim] < shape[dim]:
             break
     return tuple(cell)
@@ -184,7 +184,7 @@ def _piece_elements(array: Any, target: np.dtype) -> int:
 
 
 def _header(arrays: Shapes) -> bytes:
-    """Return the 8 bytes of length and the JSON behind them, padded as the safetensors library does."""
+    """Return the header: 8 bytes of length, and JSON, padded as by the safetensors library."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, array in arrays.items():

@@ -1,11 +1,11 @@
-"""The names of a model's arrays in another library's checkpoint, as rules that serve both ways.
+"""Rules between a model's array names and another library's, usable in both directions.
 
 [Note: rules of names]
-A rule is `(ours, theirs)` or `(ours, theirs, dims)`: two names and, where the arrays differ in their dims, how
-(`dims.py`). `{i}`, or any other word in braces, stands for a number in both names. Where our layers are
-stacked, that number is no part of our name but a leading dim: `layers.{i}.norm.scale` is also the rule of a leaf
-`layers.norm.scale` with a leading dim L. A number that only their name has is always such a leading dim. The first rule
-that fits a leaf counts.
+A rule is `(ours, theirs)` or `(ours, theirs, dims)`: the model's name, the checkpoint's name and, if the arrays differ
+in their dims, how (`dims.py`). A word in braces, such as `{i}`, matches a number in both names. If the model's layers
+are stacked, the number is a leading dim and not part of the name: the rule `layers.{i}.norm.scale` also applies to a
+leaf `layers.norm.scale` with a leading dim L. A number that is only in `theirs` is always a leading dim. The first rule
+that matches a leaf applies.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from jfsdp.layout.report import list_differences
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 _NUMBER = re.compile(r"\{(\w+)\}")
-MOST_ARRAYS = 1 << 20  # ten times those of the largest model known; each takes a kilobyte here
+MOST_ARRAYS = 1 << 20  # ten times the largest known model; each takes a kilobyte of memory
 
 
 @checked
 @dataclasses.dataclass(frozen=True)
 class NameMap:
-    """How a model's arrays are called in another library's checkpoints. A job offers it as a dict of these fields.
+    """Mapping of a model's array names to another library's. A job provides it as a dict of these fields.
 
     Attributes:
       rules: see [Note: rules of names].
-      ignored: globs of their names that are no weights (stored masks, say) and may be there.
-      tied: their names that may be there as a copy of another (a head that is the embedding), by that other's name. A
-        copy is compared, and never written.
-      prefix: what begins most of their names and may be missing from all of them (`transformer.` of GPT-2).
+      ignored: globs of names in checkpoints that are not weights, such as stored masks, and may be present.
+      tied: names in checkpoints that may be copies of other arrays, such as a head tied to the embedding, by the
+        other's name. Copies are compared and never written.
+      prefix: beginning of most names in checkpoints, which may be missing from all (`transformer.` of GPT-2).
       from_config: `f(config.json as a dict) -> fields of the job's config`; refuses what the model cannot compute.
       to_config: `f(the job's config, seq_len) -> config.json as a dict`.
 
     Raises:
-      ValueError: for a malformed rule.
+      ValueError: if a rule is malformed.
     """
 
     rules: Sequence[Any]
@@ -70,31 +70,31 @@ class NameMap:
                 parse_dims(dims)
 
 
-Names = NameMap | Mapping[str, Any] | None  # None, a job without a mapping, is refused
+Names = NameMap | Mapping[str, Any] | None  # None (a job without a mapping) is refused
 
 
 def as_name_map(value: Any) -> NameMap:
-    """Bring a `NameMap`, or a mapping of its fields, into a `NameMap`.
+    """Convert a `NameMap`, or a dict of its fields, to a `NameMap`.
 
     Raises:
-      ValueError: for anything else, unknown fields and malformed rules.
+      ValueError: if it is neither, or has unknown fields or malformed rules.
     """
     if isinstance(value, NameMap):
         return value
     known = [field.name for field in dataclasses.fields(NameMap)]
     if not isinstance(value, Mapping) or "rules" not in value or set(value) - set(known):
         got = f"a dict of {', '.join(value)}" if isinstance(value, Mapping) else repr(value)
-        raise ValueError(f"a mapping of names is a dict with rules and perhaps {', '.join(known[1:])}, not {got}")
+        raise ValueError(f"a mapping of names is a dict with rules and optionally {', '.join(known[1:])}, not {got}")
     return NameMap(**value)
 
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """One of their arrays: our leaf, where in its leading stacked dims, and how the rest of its dims stand.
+    """An array of the other library as a part of a leaf.
 
     Attributes:
-      at: the place in each stacked dim.
-      shape: the dims of our leaf behind the stacked ones.
+      at: index in each stacked dim of the leaf.
+      shape: the other dims of the leaf.
     """
 
     leaf: str
@@ -108,14 +108,14 @@ class Piece:
 
 
 def bind(names: NameMap, leaves: Shapes) -> dict[str, Piece]:
-    """Find every array of theirs that our leaves stand for.
+    """Find the arrays of the other library that make up the leaves.
 
     Returns:
-      By their names, in the order of our leaves.
+      Pieces by the other library's names, in the order of the leaves.
 
     Raises:
       ValueError: if leaves have no rule (lists them), a rule has another number of dims, two leaves have one name, or
-        the layers make more than `MOST_ARRAYS` of them.
+        there are more than `MOST_ARRAYS` arrays.
     """
     forms = [form for rule in names.rules for form in forms_of(rule)]
     found: dict[str, Piece] = {}
@@ -135,7 +135,7 @@ def bind(names: NameMap, leaves: Shapes) -> dict[str, Piece]:
                 raise ValueError(f"{leaf} and {found[theirs].leaf}: rules give both the name {theirs!r}; change one")
             found[theirs] = piece
     if orphans:
-        raise ValueError(f"no rule says how others call {', '.join(orphans)}; add rules to the mapping of names")
+        raise ValueError(f"no rule for {', '.join(orphans)}; add rules to the mapping of names")
     return found
 
 
@@ -150,7 +150,7 @@ class Form:
 
 
 def forms_of(rule: Sequence[str]) -> Iterator[Form]:
-    """Yield a rule with none, some, or all of its numbers as leading dims."""
+    """Yield the forms of a rule, with each subset of its numbers as leading dims."""
     ours, theirs, dims = (*rule, "")[:3]
     numbers, always = _NUMBER.findall(ours), [n for n in _NUMBER.findall(theirs) if n not in _NUMBER.findall(ours)]
     for count in range(len(numbers) + 1):
@@ -176,17 +176,16 @@ def _pieces(leaf: str, shape: tuple[int, ...], form: Form, numbers: Mapping[str,
 
 
 class Imported:
-    """Another library's arrays under our names: a source over a source. A slice reads only what it is made of.
+    """Another library's arrays as a source under the model's names. Reading a slice reads only the parts it needs.
 
     Args:
-      source: arrays under their names.
+      source: arrays under the other library's names.
       names: the mapping, or a dict of its fields.
-      leaves: the model's parameters by name, with logical shapes; their dtypes are not looked at but for their kind.
-      where: what messages call the source.
+      leaves: the model's parameters by name, with logical shapes. Of their dtypes, only the kind is checked.
+      where: name of the source in messages.
 
     Raises:
-      ValueError: if arrays are left over on either side, have another shape, or a copy of a tied array differs; lists
-        them.
+      ValueError: if arrays are missing, extra or of another shape, or a copy of a tied array differs; lists them.
     """
 
     def __init__(self, source: Source, names: Names, leaves: Shapes, *, where: Any = "checkpoint"):
@@ -206,7 +205,7 @@ class Imported:
             self.arrays[leaf] = jax.ShapeDtypeStruct(leaves[leaf].shape, dtype)
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Read one slice of one leaf; of stacked layers only those inside it."""
+        """Read one slice of one leaf; of stacked layers only those in the slice."""
         parts = self._parts[name]
         num_stacked = len(next(iter(parts)))
         leading, rest = index[:num_stacked], index[num_stacked:]
@@ -223,8 +222,8 @@ class Imported:
         return piece.dims.to_ours(block, piece.shape, index)
 
     def _canonical(self) -> dict[str, str]:
-        """Return the name in the source of each name that rules use: with the prefix that may be missing, and without
-        wrappers ([Note: names from PyTorch]).
+        """Return the source's name of each name in the rules. The source may lack the prefix and have wrappers
+        ([Note: names from PyTorch]).
         """
         names, found = self._names, dict[str, str]()
         for name in self._source.arrays:
@@ -237,16 +236,16 @@ class Imported:
         return found
 
     def _check_complete(self) -> None:
-        there = {
+        found = {
             self._label(name): str(list(self._source.arrays[theirs].shape))
             for name, theirs in self._found.items()
             if name in self._pieces or not self._is_ignored(name)
         }
         wanted = {self._label(name): str(list(piece.their_shape)) for name, piece in self._pieces.items()}
-        if lines := list_differences(there, wanted):
+        if lines := list_differences(found, wanted):
             raise ValueError(
-                f"{self._where}: does not fit the model:\n{lines}\n  give the model the sizes and options of the "
-                "checkpoint (vocab_size and num_layers, say), or correct the mapping of names (docs/pretrained.md)"
+                f"{self._where}: does not fit the model:\n{lines}\n  set the model's sizes and options to those of the "
+                "checkpoint (such as vocab_size and num_layers), or correct the mapping of names (docs/pretrained.md)"
             )
 
     def _label(self, name: str) -> str:
@@ -261,7 +260,7 @@ class Imported:
             name, ours = self._found[theirs], leaves[piece.leaf].dtype
             dtype = self._source.arrays[name].dtype
             if jnp.issubdtype(dtype, jnp.floating) != jnp.issubdtype(ours, jnp.floating):
-                raise ValueError(f"{self._where}: {name} is {dtype}, not {ours}; quantized weights are not read")
+                raise ValueError(f"{self._where}: {name} is {dtype}, not {ours}; quantized weights are not supported")
 
     def _check_tied(self) -> None:
         found = self._found
@@ -269,20 +268,20 @@ class Imported:
             is_copy = copy in found and copy not in self._pieces and original in found
             if is_copy and not are_equal(self._source, found[copy], found[original]):
                 raise ValueError(
-                    f"{self._where}: {found[copy]} differs from {found[original]}, and the model has one array for "
+                    f"{self._where}: {found[copy]} differs from {found[original]}, but the model has one array for "
                     'both; to have two, set "tie_word_embeddings": false in config.json (or tied=False in the model)'
                 )
 
 
 class Exported:
-    """Our arrays under another library's names: the inverse of `Imported`, and a source like it.
+    """A model's arrays as a source under another library's names: the inverse of `Imported`.
 
     Args:
-      source: arrays under our names, without `params.`.
+      source: arrays under the model's names, without `params.`.
       names: the mapping, or a dict of its fields.
 
     Attributes:
-      pieces: what each array is of ours, by their names.
+      pieces: by the other library's names, the part of a leaf that each array is.
 
     Raises:
       ValueError: if leaves have no rule; lists them.
@@ -297,7 +296,7 @@ class Exported:
         }
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Read one slice of one of their arrays."""
+        """Read one slice of one array of the other library."""
         piece = self.pieces[name]
         ours = piece.dims.our_index(piece.shape, index)
         block = self._source.read(piece.leaf, (*(slice(place, place + 1) for place in piece.at), *ours))

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face with an adapter of PEFT added to them, or taken out of them: read and written in pieces."""
+"""Merging a PEFT adapter into Hugging Face weights, or subtracting it, in pieces."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from jfsdp.layout.precision import FLOAT_DTYPES
 
 
 class Merged:
-    """Weights with an adapter added to them, or taken out of them: a source over two, under the base's names.
+    """Weights with an adapter added or subtracted, as a source under the base's names.
 
-    A slice of a weight reads that slice (with DoRA, whole columns) and its adapter. Sums are in float32, the result in
-    the dtype of the base.
+    Reading a slice of a weight reads that slice (with DoRA, whole columns) and the weight's adapter. Sums are in
+    float32; the result has the base's dtype.
 
     Args:
       base: weights under their own names.
-      sign: 1 adds, -1 takes out.
+      sign: 1 adds, -1 subtracts.
 
     Attributes:
-      is_untied: whether the head and the embedding are two arrays in the result; see [Note: tied embeddings in PEFT].
+      is_untied: whether head and embedding are separate arrays in the result; see [Note: tied embeddings in PEFT].
 
     Raises:
-      ValueError: if the base lacks a weight that is adapted, or has it quantized or in another shape; to take DoRA out,
-        which keeps no norm of what was there.
+      ValueError: if the base lacks an adapted weight, or has it quantized or in another shape; if a DoRA or wholly
+        trained arrays are to be subtracted, whose earlier values are unknown.
     """
 
     def __init__(self, base: Source, adapter: PeftAdapter, *, sign: int = 1):
         if sign < 0 and adapter.is_dora:
-            raise ValueError(f"{adapter.path}: is a DoRA, and merged weights do not say what their norms were before")
+            raise ValueError(f"{adapter.path}: is a DoRA, which cannot be subtracted: the norms before are unknown")
         if sign < 0 and adapter.saved():
-            raise ValueError(f"{adapter.path}: has {adapter.saved()[0]} whole; merged weights do not say what it was")
+            raise ValueError(f"{adapter.path}: has {adapter.saved()[0]} whole; its values before are unknown")
         has_head = HEAD in base.arrays
         embedding = next((name for name in EMBEDDINGS if _own_name(base, name) in base.arrays), None)
         tables = [name for name in adapter.saved() if len(adapter.source.arrays[PREFIX + name].shape) > 1]
@@ -58,13 +58,13 @@ class Merged:
         for name, weight in self._saved.items():
             adapter.check_saved(weight, tuple(base.arrays[name].shape) if name in base.arrays else None)
         for name, weight in self._weights.items():
-            there = base.arrays.get(name)
-            if there is not None and there.dtype.name not in FLOAT_DTYPES:
-                raise ValueError(f"{name}: is {there.dtype.name} in the base; take {', '.join(FLOAT_DTYPES)}")
-            adapter.check_fits(weight, None if there is None else tuple(there.shape))
+            stored = base.arrays.get(name)
+            if stored is not None and stored.dtype.name not in FLOAT_DTYPES:
+                raise ValueError(f"{name}: is {stored.dtype.name} in the base; use {', '.join(FLOAT_DTYPES)}")
+            adapter.check_fits(weight, None if stored is None else tuple(stored.shape))
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        """Read one slice of one weight, merged."""
+        """Read one slice of one merged weight."""
         if name in self._saved:
             return self._adapter.source.read(PREFIX + self._saved[name], index).astype(self.arrays[name].dtype)
         if name not in self._weights:
@@ -88,23 +88,23 @@ class Merged:
 
 
 def _own_name(base: Source, name: str) -> str:
-    """Return the base's name of an array: some checkpoints leave out the first word (`transformer.` of GPT-2)."""
+    """Return the base's name of an array; some checkpoints omit the first word (`transformer.` of GPT-2)."""
     short = name.partition(".")[2]
     return short if name not in base.arrays and short in base.arrays else name
 
 
 def merge_peft(base: Any, adapter: Any, target: Any, *, sign: int = 1, **options: Any) -> Written:
-    """Write weights of Hugging Face's with an adapter added to them, or taken out of them, as another directory.
+    """Write Hugging Face weights with an adapter added or subtracted to another directory.
 
-    Configuration and tokenizer beside the weights are copied.
+    Configuration and tokenizer files next to the weights are copied.
 
-    Memory:  as `export_safetensors`: pieces, whatever the size of the model.
+    Memory:  as `export_safetensors`: pieces, regardless of the size of the model.
 
     Args:
       base: a directory of safetensors.
-      adapter: a directory of PEFT's.
-      target: must not exist yet.
-      sign: 1 adds, -1 takes out; in low precision that gives back the weights up to rounding.
+      adapter: a directory of PEFT.
+      target: a new directory.
+      sign: 1 adds, -1 subtracts; in low precision, subtraction restores the weights up to rounding.
       options: of `write_safetensors`.
 
     Raises:
@@ -112,9 +112,9 @@ def merge_peft(base: Any, adapter: Any, target: Any, *, sign: int = 1, **options
     """
     directory = Path(base).expanduser()
     merged = Merged(foreign_source(directory), open_peft(adapter), sign=sign)
-    beside = directory if directory.is_dir() else directory.parent
+    folder = directory if directory.is_dir() else directory.parent
     texts: dict[str, Any] = {
-        file.name: file for file in sorted(beside.iterdir()) if file.is_file() and _is_text(file.name)
+        file.name: file for file in sorted(folder.iterdir()) if file.is_file() and _is_text(file.name)
     }
     if merged.is_untied and CONFIG in texts:
         texts[CONFIG] = json.loads(texts[CONFIG].read_text()) | {"tie_word_embeddings": False}
@@ -122,6 +122,6 @@ def merge_peft(base: Any, adapter: Any, target: Any, *, sign: int = 1, **options
 
 
 def _is_text(name: str) -> bool:
-    """Tell configurations and tokenizers from weights, of which others may lie there unmerged."""
+    """Return whether a file is a configuration or tokenizer file, and does not describe weights."""
     is_about_weights = name.endswith(".index.json") or name.startswith("adapter_")
     return name.endswith((".json", ".txt", ".model", ".jinja")) and not is_about_weights

@@ -1,4 +1,4 @@
-"""Low-rank adapters of a model as PEFT's, and PEFT's as a model's; see [Note: PEFT's format] in peft_files.py."""
+"""Conversion of low-rank adapters from and to PEFT; see [Note: PEFT's format] in peft_files.py."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B, LoRA, part_shapes
 
 @checked
 def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
-    """Return the LoRAs that an adapter of PEFT's stands for: for `jfsdp.lora`, before `load_pretrained`.
+    """Return the LoRAs of a PEFT adapter, to pass to `jfsdp.lora` before `load_pretrained`.
 
     Args:
-      path: a directory of PEFT's.
-      names: of the base's arrays, such as a job's field `pretrained`.
-      model: what `fully_shard` returned for the model without adapters, on any mesh; or its parameters by name.
+      path: a directory of PEFT.
+      names: mapping of the base's names, such as a job's field `pretrained`.
+      model: the result of `fully_shard` for the model without adapters, on any mesh; or its parameters by name.
 
     Raises:
-      ValueError: as `open_peft`; if it adapts what the model has not, or only some layers of a stack.
+      ValueError: as `open_peft`; if the model lacks an adapted weight, or only some layers of a stack are adapted.
     """
     adapter, names = open_peft(path), mapping.as_name_map(names)
     leaves = model if isinstance(model, Mapping) else {leaf.path: leaf for leaf in model.layout.leaves}
@@ -51,8 +51,8 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
         if len(set(kinds)) > 1:
             problem = "differs from layer to layer"
         if problem:
-            raise ValueError(f"{leaf}: {adapter.path} {problem}; keep layers apart (--model-config stacked=false)")
-    # How many dims of our array, of which those of the input are the first, are the input of theirs.
+            raise ValueError(f"{leaf}: {adapter.path} {problem}; use separate layers (--model-config stacked=false)")
+    # The number of leading dims of the leaf that form the input dim of PEFT's weight.
     all_dims = {piece.leaf: piece.dims for piece in pieces.values()}
     groups: dict[tuple[int, float], dict[str, int]] = {}
     for leaf, (kind, *_) in found.items():
@@ -64,13 +64,13 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
 
 
 def _whole_leaves(adapter: PeftAdapter, names: NameMap, pieces: Mapping[str, mapping.Piece]) -> list[str]:
-    """Return our leaves of the arrays that an adapter has whole; two that are tied are one leaf."""
+    """Return the leaves of the arrays that an adapter contains whole; two tied arrays are one leaf."""
     tied = _tied(names, pieces)
     for copy, original in tied.items():
         if adapter.unties(original, copy):
             raise ValueError(
-                f"{adapter.path}: does not change {original} and {copy} alike, and the model has one array for both; "
-                "train both in PEFT (ensure_weight_tying=True), or begin from what `jfsdp checkpoint merge` writes"
+                f"{adapter.path}: changes {original} and {copy} differently, but the model has one array for both; "
+                "train both in PEFT (ensure_weight_tying=True), or load the result of `jfsdp checkpoint merge`"
             )
     found = [name for name in adapter.saved() if name not in tied]
     for name in found:
@@ -79,15 +79,15 @@ def _whole_leaves(adapter: PeftAdapter, names: NameMap, pieces: Mapping[str, map
 
 
 def _tied(names: NameMap, pieces: Mapping[str, mapping.Piece]) -> dict[str, str]:
-    """Return the names that have no array in the model, since they are tied, by which name they are tied to."""
+    """Return tied names without an array in the model, and the names that they are tied to."""
     return {copy: name for copy, name in names.tied.items() if copy not in pieces and name in pieces}
 
 
 def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
-    """Return PEFT's names of the parts of a model's adapters, and of what it has whole, from the names of its weights.
+    """Return the mapping of a model's adapters and wholly trained arrays to PEFT's names.
 
     Raises:
-      ValueError: for an adapted leaf without a rule, or whose other array has dims of input and output merged.
+      ValueError: if an adapted leaf has no rule, or PEFT's weight merges dims of its input and output.
     """
     names, rules, remaining = mapping.as_name_map(names), [], dict(adapters)
     for rule in names.rules:
@@ -100,7 +100,7 @@ def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
         ins, outs = dims.ours[: one.num_in], dims.ours[one.num_in :]
         groups = {frozenset(group) for group in dims.theirs}
         if not theirs.endswith(WEIGHT) or groups != {frozenset(ins), frozenset(outs)}:
-            raise ValueError(f"{one.path}: PEFT has no adapter of an array like {theirs!r} ({text or 'as it is'})")
+            raise ValueError(f"{one.path}: PEFT has no adapter for an array like {theirs!r} ({text or 'same dims'})")
         merged_in, merged_out = (next(g for g in dims.theirs if set(g) == set(kind)) for kind in (ins, outs))
         base = PREFIX + theirs.removesuffix(WEIGHT)
         our_in, our_out = " ".join(ins), " ".join(outs)
@@ -110,7 +110,7 @@ def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
             (f"{ours}.{MAGNITUDE}", base + PARTS[MAGNITUDE], f"{our_out} -> ({' '.join(merged_out)})"),
         ]
     if remaining:
-        raise ValueError(f"no rule says how these are called in PEFT's adapters: {', '.join(remaining)}")
+        raise ValueError(f"no rule for the adapters of {', '.join(remaining)} in PEFT; add rules to the mapping")
     whole = [(ours, PREFIX + theirs, *text) for ours, theirs, *text in names.rules]
     return NameMap([*rules, *whole], tied={PREFIX + copy: PREFIX + name for copy, name in names.tied.items()})
 
@@ -118,14 +118,14 @@ def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
 def adapter_source(
     adapter: PeftAdapter, names: Names, adapters: Mapping[str, Adapter], leaves: Shapes | None = None
 ) -> mapping.Imported:
-    """Open an adapter's arrays under our names, after every check of names and shapes.
+    """Return an adapter's arrays as a source under the model's names, after all checks of names and shapes.
 
     Args:
-      adapters: of the model, by leaf.
-      leaves: the model's own parameters, some of which the adapter may have whole.
+      adapters: adapters of the model, by leaf.
+      leaves: the model's parameters, some of which the adapter may contain whole.
 
     Raises:
-      ValueError: if arrays are left over on either side, or have another shape; lists them. For another scale.
+      ValueError: if arrays are missing, extra or of another shape (lists them), or the scale differs.
     """
     leaves = leaves or {}
     names = mapping.as_name_map(names)
@@ -135,28 +135,28 @@ def adapter_source(
     for weight in adapter.weights():
         one, scale = adapters[pieces[adapter.part(weight, A)].leaf.removesuffix(f".{A}")], adapter.scale(weight)
         if not math.isclose(scale, one.scale):
-            raise ValueError(f"{one.path}: has scale {one.scale:g}, {adapter.path} {scale:g}; wrap by read_loras(PATH)")
+            raise ValueError(f"{one.path}: has scale {one.scale:g}, {adapter.path} {scale:g}; use read_loras(PATH)")
     return found
 
 
 @checked
 def export_peft(model: Any, state: Any, directory: PathLike, names: Names, *, base: str | None = None) -> Written:
-    """Write the adapters of a state as a directory that PEFT loads. It appears whole or not at all.
+    """Write the adapters of a state as a directory that PEFT loads. It appears completely or not at all.
 
-    Cost:    one all-gather of each adapter that is split. With several processes each calls it, and the first writes.
-    Memory:  the adapters whole on every device, one after another, and on the host.
+    Cost:    one all-gather of each adapter array that is split. Every process must call this; process 0 writes.
+    Memory:  whole adapter arrays on every device, one at a time, and all of them on the host.
 
     Args:
-      model: what `fully_shard` returned for a model wrapped by `jfsdp.lora`.
-      directory: must not exist yet.
-      names: of the base's arrays, such as a job's field `pretrained`.
-      base: what to write for `base_model_name_or_path`: a name of Hugging Face, or a directory.
+      model: the result of `fully_shard` for a model wrapped by `jfsdp.lora`.
+      directory: a new directory.
+      names: mapping of the base's names, such as a job's field `pretrained`.
+      base: value of `base_model_name_or_path`: a Hugging Face name or a directory.
 
     Raises:
-      ValueError: for a model without adapters, and as `write_peft`.
+      ValueError: if the model has no adapters; and as `write_peft`.
     """
     if not getattr(getattr(model, "model", None), "adapters", None):
-        raise ValueError("export_peft: the model has no adapters; give what fully_shard(jfsdp.lora(...)) returned")
+        raise ValueError("export_peft: the model has no adapters; pass the result of fully_shard(jfsdp.lora(...))")
     source, adapted = _Arrays(model.trained_arrays(state)), model.model
     return only_first(lambda: write_peft(source, directory, names, adapted.adapters, adapted.base.params, base))
 
@@ -181,35 +181,34 @@ def write_peft(
     base: str | None = None,
     **options: Any,
 ) -> Written:
-    """Write adapters from any source; otherwise as `export_peft`.
+    """Write adapters from any source, otherwise like `export_peft`.
 
     Args:
-      source: under our names, without `params.`: parts of adapters, and leaves that were trained as they are.
-      directory: must not exist yet.
-      names: of the base's arrays, such as a job's field `pretrained`.
-      leaves: the model's own parameters, frozen ones too. The tied arrays and the arrays of a module follow from them.
-      base: what to write for `base_model_name_or_path`.
+      source: parts of adapters and wholly trained leaves, under the model's names without `params.`.
+      directory: a new directory.
+      names: mapping of the base's names, such as a job's field `pretrained`.
+      leaves: all of the model's parameters, from which tied arrays and the arrays of a module follow.
+      base: value of `base_model_name_or_path`.
       options: of `write_safetensors`: `dtype`, `allow_nonfinite`.
 
     Raises:
-      ValueError: as `adapter_map` and `export_safetensors`; and for a module of which only some arrays are trained.
+      ValueError: as `adapter_map` and `export_safetensors`; if only some arrays of a module are trained.
     """
     names = mapping.as_name_map(names)
-    exported, own = mapping.Exported(source, adapter_map(names, adapters)), mapping.bind(names, leaves)
-    # A module that PEFT replaces is tied no longer: so both go out, and PEFT ties them again.
-    copies = {copy: name for copy, name in _tied(names, own).items() if PREFIX + name in exported.arrays}
+    exported, pieces = mapping.Exported(source, adapter_map(names, adapters)), mapping.bind(names, leaves)
+    # PEFT replaces whole modules, which are then no longer tied. So both arrays are written, and PEFT ties them again.
+    copies = {copy: name for copy, name in _tied(names, pieces).items() if PREFIX + name in exported.arrays}
     written = Joined(exported, Renamed(exported, {PREFIX + copy: PREFIX + name for copy, name in copies.items()}))
     saved = {name.removeprefix(PREFIX) for name in written.arrays if not name.endswith(tuple(PARTS.values()))}
     modules = {name.rpartition(".")[0] for name in saved}  # PEFT reads all arrays of a module (`modules_to_save`)
-    for name, piece in own.items():
+    for name, piece in pieces.items():
         module = name.rpartition(".")[0]
         if name not in saved and module in modules:
-            raise ValueError(f"{piece.leaf}: is not trained, and others of {module} are; choose all by LoRA(also=...)")
+            raise ValueError(f"{piece.leaf}: is frozen, but others of {module} are trained; add all to LoRA(also=...)")
     config = _config(exported, saved, names, adapters)
     config |= {"base_model_name_or_path": base, "ensure_weight_tying": bool(copies)}
-    most = sys.maxsize  # PEFT reads one file
     return write_safetensors(
-        written, directory, texts={CONFIG: config}, weights=WEIGHTS, max_shard_bytes=most, **options
+        written, directory, texts={CONFIG: config}, weights=WEIGHTS, max_shard_bytes=sys.maxsize, **options
     )
 
 
@@ -226,11 +225,11 @@ def _config(
     rank = collections.Counter(one.rank for one in ones).most_common(1)[0][0]
     alpha = collections.Counter(one.alpha for one in ones).most_common(1)[0][0]
     if len({(one.rslora, one.has_magnitude, one.dropout) for one in ones}) > 1:
-        raise ValueError("PEFT has one use_rslora, one use_dora and one lora_dropout; these LoRAs differ in them")
+        raise ValueError("PEFT has one use_rslora, use_dora and lora_dropout per adapter; these LoRAs differ in them")
     rules = {path: rule for rule in names.rules for path in adapters if _fits(rule, path)}
-    plain = {not (*rule, "")[2] for rule in rules.values()}  # [in, out] there too, as Conv1D of GPT-2 has it
+    plain = {not (*rule, "")[2] for rule in rules.values()}  # [in, out] in the checkpoint too, as in GPT-2's Conv1D
     if len(plain) > 1:
-        raise ValueError("PEFT has one fan_in_fan_out for an adapter, and of these weights some are transposed")
+        raise ValueError("PEFT has one fan_in_fan_out per adapter, but only some of these weights are transposed")
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -254,7 +253,7 @@ def _fits(rule: Sequence[str], path: str) -> bool:
 
 
 def _targets(modules: Mapping[str, Adapter], names: NameMap, adapters: Mapping[str, Adapter]) -> list[str]:
-    """Return the last words of the modules' names, where these choose no other module of a rule; else whole names."""
+    """Return the last words of the module names if they match no other module of a rule; otherwise the full names."""
     words = sorted({module.rpartition(".")[2] for module in modules})
     others = [rule[1] for rule in names.rules if not any(_fits(rule, path) for path in adapters)]
     is_clear = not any(theirs.removesuffix(WEIGHT).rpartition(".")[2] in words for theirs in others)

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face checkpoints as a source under a model's own names, after every check."""
+"""Pretrained weights as a source under a model's names, after all checks."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from jfsdp.layout.codec import scales_of
 from jfsdp.layout.lora import A, layer_shapes
 from jfsdp.layout.report import list_differences
 
-# What no model computes with, and an export is to say again.
+# Options that no model reads, and that exports keep.
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LENGTH = "max_position_embeddings"
 _TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
 def foreign_source(path: Any, key: str | None = None) -> Source:
-    """Open weights under their own names: safetensors, or what PyTorch wrote (DCP, `.pt`, `.pth`, `.bin`, its index).
+    """Open weights under their own names: safetensors, or a PyTorch format (DCP, `.pt`, `.pth`, `.bin`, its index).
 
     Args:
-      key: of PyTorch's, the dict that holds the model; see `open_torch`.
+      key: for PyTorch, the dict that contains the model; see `open_torch`.
 
     Raises:
-      ValueError: if there are none, or they are damaged.
+      ValueError: if there are no weights, or they are damaged.
     """
     path = existing_path(path)
     is_dcp = path.name == ".metadata" or (path / ".metadata").is_file()
@@ -59,27 +59,27 @@ def foreign_source(path: Any, key: str | None = None) -> Source:
     if is_dcp or path.suffix in (".pt", ".pth", ".bin", ".distcp"):
         return open_torch(path, key)
     if key is not None:
-        raise ValueError(f"{path}: is not of PyTorch, and {key!r} (--key, --init-key) is a dict of that; leave it out")
+        raise ValueError(f"{path}: is not a PyTorch file, for which {key!r} (--key, --init-key) names a dict; omit it")
     return SafetensorsSource(path)
 
 
 def pretrained_source(
     path: Any, names: Names, leaves: Shapes, *, config: Any = None, key: str | None = None
 ) -> Imported:
-    """Open weights under the names of a model. Reads headers, and no weights but copies of tied ones.
+    """Open weights under a model's names. Reads headers, and of the weights only copies of tied ones.
 
     Args:
-      path: a directory of Hugging Face, `model.safetensors`, or its index; a directory of PyTorch's DCP, a `.pt`, or
+      path: a Hugging Face directory, `model.safetensors` or its index; a DCP directory of PyTorch, a `.pt`, or
         `pytorch_model.bin` and its index.
       key: see `foreign_source`.
       names: the mapping, such as a job's field `pretrained`.
       leaves: the model's parameters by name, without `params.`, with logical shapes.
-      config: the model's configuration, compared with the `config.json` beside the weights, which PyTorch's may lack;
-        None: not compared.
+      config: the model's configuration, which is compared with the `config.json` next to the weights; PyTorch formats
+        may lack the file. None: not compared.
 
     Raises:
-      ValueError: if the files are not there or damaged, `config.json` describes another model or one that this
-        architecture cannot compute, or weights are left over on either side. The messages name path and remedy.
+      ValueError: if files are missing or damaged, `config.json` describes another model or one that this architecture
+        cannot compute, or weights are missing or extra. Messages name path and remedy.
     """
     names, source = as_name_map(names), foreign_source(path, key)
     may_lack = not isinstance(source, SafetensorsSource) and not _config_file(path).is_file()
@@ -102,42 +102,42 @@ def load_pretrained(
     allow_nonfinite: bool = False,
     adapter: PathLike | None = None,
 ) -> Any:
-    """Make the first state of a run around weights from elsewhere: each process reads what its devices hold.
+    """Create the first state of a run from pretrained weights. Each process reads the slices of its devices.
 
     Floating weights are cast to the dtype of the model's parameters while they are read.
 
-    Layout:  files -> each leaf as its `param` stage says; nothing is gathered, and no device holds more than its part.
+    Layout:  files -> each leaf in its `param` stage; nothing is gathered, and no device receives more than its shard.
     Memory:  on the host as `restore`: 2 GiB, or twice one device's part of the largest leaf if that is larger.
 
     Args:
-      path: see `pretrained_source`; or a checkpoint of ours or a run, whose parameters alone are read.
+      path: see `pretrained_source`; or a jfsdp checkpoint or run, of which only the parameters are read.
       model: a `ShardedModel`.
-      tx: the optimizer; its states begin from these parameters.
-      names: the mapping, such as a job's field `pretrained`; not needed for checkpoints of ours.
+      tx: the optimizer; its states are initialized from these parameters.
+      names: the mapping, such as a job's field `pretrained`; not needed for jfsdp checkpoints.
       config: see `pretrained_source`.
       key: see `foreign_source`.
-      seed: of the rest of the model's state (rng keys).
+      seed: seed for the rest of the model's state (rng keys).
       one_replica: see `restore`.
-      allow_nonfinite: begin from NaN and infinite values too, and warn.
-      adapter: a directory of PEFT's, for a model wrapped by `jfsdp.lora` with its `jfsdp.peft.read_loras`.
-        None: a model's adapters begin as `init` makes them.
+      allow_nonfinite: warn about NaN and infinite values instead of raising.
+      adapter: a PEFT directory, for a model wrapped by `jfsdp.lora` with the directory's `jfsdp.peft.read_loras`.
+        None: adapters are initialized as in `init`.
 
     Raises:
-      ValueError: as `pretrained_source` and `restore`; and if values are not finite, with the arrays and how many.
+      ValueError: as `pretrained_source` and `restore`; if values are not finite, with arrays and counts.
     """
     if not hasattr(model, "leaf_shapes"):
-        raise TypeError(f"load_pretrained: model (a {type(model).__name__}) must be what jfsdp.fully_shard returned")
+        raise TypeError(f"load_pretrained: model (a {type(model).__name__}) must be the result of jfsdp.fully_shard")
     adapters, added = model.model.adapters, model.adapter_shapes()
     every = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
     codecs = model.model.codecs
     values = {name: jax.ShapeDtypeStruct(codecs[name].value_shape(every[name].shape), jnp.float32) for name in codecs}
     layers = layer_shapes(adapters)
-    beside = {*added, *layers, *map(scales_of, codecs)}
-    leaves = {name: values.get(name, leaf) for name, leaf in every.items() if name not in beside}
+    excluded = {*added, *layers, *map(scales_of, codecs)}
+    leaves = {name: values.get(name, leaf) for name, leaf in every.items() if name not in excluded}
     made = layers if adapter is not None else {**added, **layers}
     read = {name: leaf for name, leaf in every.items() if name not in made}
     if adapter is not None and not adapters:
-        raise ValueError(f"{adapter}: is an adapter, and the model has none; give jfsdp.lora(model, read_loras(...))")
+        raise ValueError(f"{adapter}: the model has no adapters; wrap it: jfsdp.lora(model, read_loras(...))")
 
     source: Source
     if key is None and is_ours(path):
@@ -158,7 +158,7 @@ def load_pretrained(
 
 
 def is_ours(path: Any) -> bool:
-    """Tell whether a path is a checkpoint of ours, or a run of them."""
+    """Return whether a path is a jfsdp checkpoint, or a run with checkpoints."""
     try:
         return bool(find_checkpoints(path))
     except ValueError:
@@ -174,17 +174,17 @@ def our_parameters(
     averages: bool = False,
     cache_bytes: int = CACHE_BYTES,
 ) -> Source:
-    """Return the parameters of a checkpoint of ours, checked, under their names without `params.`.
+    """Return the parameters of a jfsdp checkpoint, checked, under the model's names.
 
-    Every process calls this.
+    Every process must call this.
 
     Args:
-      names, config: see `pretrained_source`; compared with what the checkpoint says of weights that its run began with.
-      averages: give those of `jfsdp.optim.track_ema` in place of the parameters that have one.
+      names, config: see `pretrained_source`; compared with the configuration of the weights with which the run began.
+      averages: return the averages of `jfsdp.optim.track_ema` instead of the parameters that have one.
       cache_bytes: see `CheckpointSource`.
 
     Raises:
-      ValueError: if it is damaged, or of another model, listing what differs; or has no averages where they are asked.
+      ValueError: if it is damaged, is of another model (lists the differences), or lacks the requested averages.
     """
 
     def open_source() -> tuple[CheckpointSource, dict[str, str], Source]:
@@ -195,11 +195,11 @@ def our_parameters(
         inner = {name: name for name in source.arrays if name.startswith("params.")}
         inner |= find_averages(source, inner) if averages else {}
         view = OtherLayers(Renamed(source, inner), [f"params.{name}" for name in leaves])
-        there = {name.removeprefix("params."): _show(array) for name, array in view.arrays.items()}
-        if lines := list_differences(there, {name: _show(leaf) for name, leaf in leaves.items()}):
-            remedy = "give the model's config the sizes of the checkpoint; `jfsdp checkpoint inspect` shows them"
-            if any(name.endswith(f".{A}") for name in there):
-                remedy = "it holds adapters: restore it (--resume), or export them, and begin there (--init-adapter)"
+        found = {name.removeprefix("params."): _show(array) for name, array in view.arrays.items()}
+        if lines := list_differences(found, {name: _show(leaf) for name, leaf in leaves.items()}):
+            remedy = "set the model's config to the sizes of the checkpoint; `jfsdp checkpoint inspect` shows them"
+            if any(name.endswith(f".{A}") for name in found):
+                remedy = "it contains adapters: restore it (--resume), or export them and use --init-adapter"
             raise ValueError(f"checkpoint {source.path} is of another model:\n{lines}\n  {remedy}")
         return source, inner, Renamed(view, {name.removeprefix("params."): name for name in view.arrays})
 
@@ -209,10 +209,10 @@ def our_parameters(
 
 
 def find_averages(source: CheckpointSource, params: Mapping[str, str]) -> dict[str, str]:
-    """Return the names of the averages that `track_ema` kept, by those of their parameters, `params.` first.
+    """Return the names of the averages of `track_ema`, by the names of their parameters, with `params.`.
 
     Raises:
-      ValueError: if there are none, or several of one parameter.
+      ValueError: if there are none, or several per parameter.
     """
     found: dict[str, dict[str, str]] = {}
     for name in source.arrays:
@@ -225,16 +225,16 @@ def find_averages(source: CheckpointSource, params: Mapping[str, str]) -> dict[s
 
 
 def _show(array: Any) -> str:
-    """Describe an array as far as it must be the same: floating ones are cast, and others are not."""
+    """Describe an array as far as it must be equal: the dtype only if it is not floating, since others are cast."""
     kind = "" if jnp.issubdtype(array.dtype, jnp.floating) else f" {jnp.dtype(array.dtype).name}"
     return f"{list(array.shape)}{kind}"
 
 
 def pretrained_fields(path: Any, names: Names) -> dict[str, Any]:
-    """Read from `config.json` the fields that a job's config must have for these weights: for `job.with_config`.
+    """Return the fields, from `config.json`, that a job's config must have for these weights: for `job.with_config`.
 
     Raises:
-      ValueError: if there is no such file, or it asks for what the model cannot compute.
+      ValueError: if there is no such file, or the model cannot compute what it configures.
     """
     names = as_name_map(names)
     if names.from_config is None:
@@ -242,21 +242,21 @@ def pretrained_fields(path: Any, names: Names) -> dict[str, Any]:
     options = read_config(path)
     try:
         return dict(names.from_config(options))
-    except (ValueError, TypeError, AttributeError) as error:  # the latter two of values of the wrong kind
+    except (ValueError, TypeError, AttributeError) as error:  # the latter two for values of the wrong type
         kind = "" if isinstance(error, ValueError) else "has an option of the wrong kind, such as text for a number: "
         raise ValueError(f"{_config_file(path)}: {kind}{error}") from error
 
 
 def fit_job(job: Any, path: Any, changed: Mapping[str, Any]) -> Any:
-    """Return a job with the sizes and options that the `config.json` beside weights says, if any, and others changed.
+    """Return a job with the sizes and options of the `config.json` next to weights, if any, and with changed fields.
 
-    Its default length of rows is at most `max_position_embeddings`.
+    The default row length is at most `max_position_embeddings`.
 
     Args:
-      path: of weights; None: there are none.
+      path: path of the weights; None: no weights.
 
     Raises:
-      ValueError: as `pretrained_fields`, and if the job's configuration refuses what it says.
+      ValueError: as `pretrained_fields`, and if the job's configuration refuses the fields.
     """
     if path is None or not job.pretrained or not has_config(path):
         return job.with_config(**changed)
@@ -269,15 +269,16 @@ def fit_job(job: Any, path: Any, changed: Mapping[str, Any]) -> Any:
 
 
 def config_json(names: Names, config: Any, seq_len: int, theirs: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return what `config.json` is to say of a model: for `export_safetensors`.
+    """Return the contents of `config.json` for a model, to pass to `export_safetensors`.
 
     Args:
       config: the job's configuration.
-      seq_len: the longest row that the model is for.
-      theirs: what it said of the weights that the model began with: special tokens stay, and a greater length.
+      seq_len: the longest row of the model.
+      theirs: the `config.json` of the weights that the model began with. Its special tokens are kept, and its length if
+        it is greater.
 
     Raises:
-      ValueError: if no architecture of Hugging Face computes what the model does.
+      ValueError: if no Hugging Face architecture computes the model.
     """
     names = as_name_map(names)
     if names.to_config is None:
@@ -291,25 +292,22 @@ def config_json(names: Names, config: Any, seq_len: int, theirs: Mapping[str, An
 
 
 def stated_config(path: Any) -> dict[str, Any]:
-    """Return what is said of weights in the words of Hugging Face: beside theirs, or in a checkpoint of ours.
-
-    Empty where nothing is.
-    """
+    """Return the Hugging Face configuration of weights, from `config.json` or a jfsdp checkpoint; empty without one."""
     if has_config(path):
         return read_config(path)
     return (CheckpointSource(find_checkpoint(path)).stated("pretrained") if is_ours(path) else None) or {}
 
 
 def has_config(path: Any) -> bool:
-    """Tell whether a `config.json` of Hugging Face stands beside weights; a run of ours has another one."""
+    """Return whether there is a Hugging Face `config.json` next to weights that is not a jfsdp run's."""
     return _config_file(path).is_file() and not is_ours(path)
 
 
 def read_config(path: Any) -> dict[str, Any]:
-    """Read the `config.json` beside weights.
+    """Read the `config.json` next to weights.
 
     Raises:
-      ValueError: if it is no JSON, not there, or a run's that has no checkpoint.
+      ValueError: if it is missing or not valid, or belongs to a jfsdp run without a checkpoint.
     """
     file = _config_file(path)
     directory = file.parent
@@ -318,13 +316,13 @@ def read_config(path: Any) -> dict[str, Any]:
     try:
         options = json.loads(file.read_text())
     except ValueError as error:
-        raise ValueError(f"{file}: is no JSON ({error}); fetch it again") from error
+        raise ValueError(f"{file}: is not valid JSON ({error}); download it again") from error
     if not isinstance(options, dict):
-        raise ValueError(f"{file}: is no configuration but a {type(options).__name__}; fetch it again")
+        raise ValueError(f"{file}: is a {type(options).__name__}, not a configuration; download it again")
     if "decides" in options:
-        raise ValueError(f"{directory}: is a run without a checkpoint; go on with it by --resume, or name another")
+        raise ValueError(f"{directory}: is a run without a checkpoint; continue it with --resume, or name another")
     if not isinstance(options.get(_LENGTH), int | None):
-        raise ValueError(f"{file}: {_LENGTH}={options[_LENGTH]!r} must be a whole number; fetch it again")
+        raise ValueError(f"{file}: {_LENGTH}={options[_LENGTH]!r} must be a whole number; download it again")
     return options
 
 
@@ -334,12 +332,12 @@ def _config_file(path: Any) -> Path:
 
 
 def _compare(path: Any, names: NameMap, wanted: Mapping[str, Any], config: Any, who: str) -> None:
-    """Refuse weights of a model that computes something else, though its shapes may be the same."""
+    """Check that weights are of a model that computes the same, since shapes alone do not show all differences."""
     ours: Mapping[str, Any] = vars(config)
-    if names.from_config and names.to_config:  # as if read from a file, where one value may be written in two ways
+    if names.from_config and names.to_config:  # normalized as if read from a file, which may write a value in two ways
         ours = names.from_config(names.to_config(config, 1))
     differing = [(name, theirs) for name, theirs in wanted.items() if ours.get(name) != theirs]
     if differing:
         lines = [f"  {name}: {who} says {theirs!r}, the model has {ours.get(name)!r}" for name, theirs in differing]
         remedy = " ".join(f"{name}={theirs!r}" for name, theirs in differing)
-        raise ValueError("\n".join([f"{path}: is of another model:", *lines, f"  give the model's config {remedy}"]))
+        raise ValueError("\n".join([f"{path}: is of another model:", *lines, f"  set in the model's config {remedy}"]))

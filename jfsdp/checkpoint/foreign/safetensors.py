@@ -1,4 +1,4 @@
-"""Files in the safetensors format: their headers, and their arrays as a source that reads byte ranges."""
+"""Safetensors files: headers, and their arrays as a source that reads byte ranges."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jfsdp.checkpoint.source import Index
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
-# By the code that headers use.
+# By the codes in headers.
 DTYPES: dict[str, np.dtype] = {
     **{f"F{bits}": np.dtype(f"float{bits}") for bits in (64, 32, 16)},
     "BF16": np.dtype(ml_dtypes.bfloat16),
@@ -32,15 +32,15 @@ DTYPES: dict[str, np.dtype] = {
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
-# Between two wanted ranges that are closer than this, what lies between is read too: a disk reads no less.
+# Gaps between wanted ranges that are smaller than this are read too, since a disk reads whole pages.
 _GAP_BYTES = 4096
-# A range that is read with what lies between is read in pieces of about this size.
+# Approximate size of the pieces in which ranges with gaps are read.
 _SPAN_BYTES = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """Where one array lies."""
+    """Location, shape and dtype of one array."""
 
     file: Path
     start: int
@@ -49,17 +49,16 @@ class _Stored:
 
 
 class SafetensorsSource:
-    """The arrays of safetensors files, read by byte ranges. No file is held open or mapped into memory.
+    """The arrays of safetensors files, read by byte ranges. Files are not kept open or mapped into memory.
 
-    A slice of leading dims is one range. Of any other slice every run of bytes is read by itself, or with the gap
-    before the next where that is less than a page.
+    A slice of leading dims is one range. Other slices have one range per run of bytes, and gaps below a page are read
+    with them.
 
     Args:
-      path: a file, an index (`model.safetensors.index.json`) with the files that it names beside it, or a directory
-        with either.
+      path: a file, an index (`model.safetensors.index.json`) next to its files, or a directory with either.
 
     Raises:
-      ValueError: if there are no weights, a file that the index names is not there, or a file is damaged or cut off.
+      ValueError: if there are no weights, a file of the index is missing, or a file is damaged or truncated.
     """
 
     def __init__(self, path: Any):
@@ -67,9 +66,9 @@ class SafetensorsSource:
         self._stored: dict[str, _Stored] = {}
         files = weight_files(self.path)
         for file in files:
-            there = _read_header(file)
-            check_index(file, files, there)
-            self._stored |= there
+            found = _read_header(file)
+            check_index(file, files, found)
+            self._stored |= found
 
         self.arrays: Mapping[str, jax.ShapeDtypeStruct] = {
             name: jax.ShapeDtypeStruct(stored.shape, stored.dtype) for name, stored in self._stored.items()
@@ -86,104 +85,104 @@ class SafetensorsSource:
 
 
 def weight_files(path: Path) -> dict[Path, list[str] | None]:
-    """Find the files with the weights, each with the names that an index says it holds (None: no index).
+    """Return the files with the weights, each with its names according to an index (None: no index).
 
     Raises:
-      ValueError: if there are none, or one that the index names is not there, or not below the index's directory.
+      ValueError: if there are none, or a file of the index is missing or outside the index's directory.
     """
     if path.is_dir():
         path = next((path / name for name in (WEIGHTS, INDEX) if (path / name).exists()), path)
     if path.is_dir() or not path.exists():
-        raise ValueError(f"{path}: {_what_is_there(path)}; pass {WEIGHTS}, {INDEX}, their directory, or a file")
+        raise ValueError(f"{path}: {_problem(path)}; pass {WEIGHTS}, {INDEX}, their directory, or a file")
     if path.suffix != ".json":
         return {path: None}
     try:
         weight_map = dict(json.loads(path.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: is not an index of weights ({error!r}); fetch it again") from error
+        raise ValueError(f"{path}: is not an index of weights ({error!r}); download it again") from error
     files: dict[Path, Any] = {}
     for name, file in weight_map.items():
         files.setdefault(inside(path.parent, file), []).append(name)
     if not files:
-        raise ValueError(f"{path}: is an index without arrays; fetch it again")
+        raise ValueError(f"{path}: is an index without arrays; download it again")
     if missing := sorted(file.name for file in files if not file.exists()):
-        raise ValueError(f"{path}: names {', '.join(missing)}, and no such file is beside it; fetch what is missing")
+        raise ValueError(f"{path}: names {', '.join(missing)}, which are missing next to it; download them")
     return files
 
 
-def _what_is_there(path: Path) -> str:
+def _problem(path: Path) -> str:
     if not path.exists():
-        return "is not there"
+        return "does not exist"
     others = sorted(file.name for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth"))
-    return f"holds no safetensors weights of a usual name (there are {', '.join(others[:8]) or 'no weights at all'})"
+    return f"has no safetensors weights of a usual name (there are {', '.join(others[:8]) or 'no weights at all'})"
 
 
-def check_index(file: Path, files: Mapping[Path, Collection[str] | None], there: Collection[str]) -> None:
-    """Refuse a file that lacks arrays which an index says it holds, or has some of another file.
+def check_index(file: Path, files: Mapping[Path, Collection[str] | None], found: Collection[str]) -> None:
+    """Check that a file has all arrays that its index names, and none that belong to another file.
 
-    An array that the index does not name may be there: buffers that `transformers` computes anew, such as
-    `rotary_emb.inv_freq`. Whoever maps names refuses those that it does not know.
+    The file may have arrays that the index does not name, such as `rotary_emb.inv_freq`, which `transformers` computes.
+    Mappings of names refuse those that they do not know.
 
     Raises:
-      ValueError: names the file and the arrays.
+      ValueError: if not; names the file and the arrays.
     """
     if (named := files[file]) is None:
         return
     elsewhere = {name for names in files.values() for name in names or ()} - {*named}
-    lacking, extra = {*named} - {*there}, elsewhere & {*there}
+    lacking, extra = {*named} - {*found}, elsewhere & {*found}
     if lacking or extra:
         missing, others = (", ".join(sorted(names)[:8]) or "none" for names in (lacking, extra))
-        raise ValueError(f"{file}: is unlike its index (missing: {missing}; of another file: {others}); fetch it again")
+        raise ValueError(f"{file}: differs from its index (missing: {missing}; of another file: {others}); download it")
 
 
 def _read_header(file: Path) -> dict[str, _Stored]:
-    """Read where each array of a file lies; the safetensors library first checks that the header fits the file."""
+    """Read the location of each array of a file. The safetensors library first checks that the header fits the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(file, framework="numpy"):
             pass
     except SafetensorError as error:
-        raise ValueError(f"{file}: {_damage(file)} ({error}); fetch or write it again") from error
-    with open(file, "rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        header = json.loads(opened.read(length))
+        raise ValueError(f"{file}: {_damage(file)} ({error}); download or write it again") from error
+    with open(file, "rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     found: dict[str, _Stored] = {}
     for name, entry in header.items():
         if entry["dtype"] not in DTYPES:
-            raise ValueError(f"{file}: {name} has dtype {entry['dtype']}; the dtypes read are {', '.join(DTYPES)}")
+            raise ValueError(f"{file}: {name} has dtype {entry['dtype']}; supported are {', '.join(DTYPES)}")
         begin = 8 + length + entry["data_offsets"][0]
         found[name] = _Stored(file, begin, tuple(entry["shape"]), DTYPES[entry["dtype"]])
     return found
 
 
 def _damage(file: Path) -> str:
-    with open(file, "rb") as opened:
-        is_pointer = opened.read(24).startswith(b"version https://git-lfs")
+    with open(file, "rb") as stream:
+        is_pointer = stream.read(24).startswith(b"version https://git-lfs")
     if is_pointer:
         return "is a pointer of Git LFS and not the file itself (`git lfs pull`)"
-    return f"is no whole safetensors file: damaged, or cut off at {file.stat().st_size:,} bytes"
+    return f"is not a complete safetensors file: damaged, or cut off at {file.stat().st_size:,} bytes"
 
 
 def _read_slice(file: FileIO, stored: _Stored, index: Index, out: np.ndarray) -> None:
     """Fill `out` (contiguous) with a slice, range by range."""
     shape = stored.shape
     steps = [math.prod(shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(shape))]
-    dim = len(shape)  # from this one on the slice takes everything
+    dim = len(shape)  # the slice contains all of the dims from this one on
     while dim and index[dim - 1] == slice(0, shape[dim - 1]):
         dim -= 1
     if dim <= 1:
         _read_into(file, stored.start + (index[0].start * steps[0] if index else 0), out)
         return
-    # Every row of `dim - 1` is one run of bytes.
+    # Each row of dim `dim - 1` is one run of bytes.
     for outer in np.ndindex(*out.shape[: dim - 2]):
         offset = sum((part.start + place) * step for part, place, step in zip(index, (*outer, 0, 0), steps))
         _read_rows(file, stored.start + offset, steps[dim - 2], out[outer].reshape(out.shape[dim - 2], -1))
 
 
 def _read_rows(file: FileIO, start: int, step: int, out: np.ndarray) -> None:
-    """Read rows that begin `step` bytes apart; where the gaps are short, some rows at a time, with the gaps."""
+    """Read rows that begin `step` bytes apart. If the gaps are short, several rows are read at once with the gaps."""
     run = out.shape[1] * out.itemsize
     count = max(_SPAN_BYTES // step, 1) if step - run < _GAP_BYTES else 1
     for first in range(0, len(out), count):
@@ -197,10 +196,10 @@ def _read_rows(file: FileIO, start: int, step: int, out: np.ndarray) -> None:
 
 
 def _read_into(file: FileIO, start: int, out: np.ndarray) -> None:
-    """Fill a contiguous array with the bytes of a file from `start` on."""
+    """Fill a contiguous array with the bytes of a file from `start`."""
     view = out.reshape(-1).view(np.uint8).data
     while view:
         count = os.preadv(file.fileno(), [view], start)
         if not count:
-            raise ValueError(f"{file.name!s}: ended at byte {start:,} while it was read; fetch or write it again")
+            raise ValueError(f"{file.name!s}: ended at byte {start:,} during reading; download or write it again")
         view, start = view[count:], start + count

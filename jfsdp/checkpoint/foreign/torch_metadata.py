@@ -1,8 +1,8 @@
-"""The `.metadata` file of torch.distributed.checkpoint (DCP), read without trusting it.
+"""The `.metadata` file of torch.distributed.checkpoint (DCP), read without running code in it.
 
 [Note: metadata is a pickle]
-PyTorch's own reader unpickles `.metadata` with no restriction, and so runs whatever code a checkpoint from elsewhere
-brings. Here the classes that DCP writes are allowed by name, and nothing else.
+PyTorch's reader unpickles `.metadata` without restriction, and so runs any code in a downloaded checkpoint. Here only
+the classes that DCP writes are allowed, by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALLOWED = {
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
 }
-# The path that it was saved to, which is not used; its class may not exist on this system.
+# The path of the save, which is not used; its class may not exist on this system.
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
 
 
@@ -42,10 +42,10 @@ class _RefusedError(pickle.UnpicklingError):
 
 
 def load_metadata(path: Path) -> Any:
-    """Return the `Metadata` of a DCP directory: tensors, their chunks, and where those lie.
+    """Return the `Metadata` of a DCP directory: tensors, their chunks, and the location of these.
 
     Raises:
-      ValueError: if the directory is no complete checkpoint, or its metadata is damaged or brings code with it.
+      ValueError: if the directory is not a complete checkpoint, or its metadata is damaged or contains code.
     """
     file = path / ".metadata"
     if not file.is_file():
@@ -58,10 +58,10 @@ def load_metadata(path: Path) -> Any:
         with file.open("rb") as stream:
             metadata = _Unpickler(stream).load()
     except _RefusedError as error:
-        reason = f"loading {error} could run code, which is not done; save again with the FileSystemWriter of DCP"
+        reason = f"loading {error} could run code and is refused; save again with the FileSystemWriter of DCP"
         raise ValueError(f"checkpoint {path}: {reason}") from error
-    except Exception as error:  # a damaged file makes the unpickler raise anything at all
+    except Exception as error:  # the unpickler may raise any error for a damaged file
         raise ValueError(f"checkpoint {path}: its .metadata is damaged ({error}); copy or save it again") from error
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        raise ValueError(f"checkpoint {path}: its .metadata is a {type(metadata).__name__} that says no places of data")
+        raise ValueError(f"checkpoint {path}: its .metadata ({type(metadata).__name__}) lists no files; save it again")
     return metadata

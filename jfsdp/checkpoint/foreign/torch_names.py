@@ -1,11 +1,10 @@
-"""What PyTorch puts around the names and values of a model: wrappers, outer dicts, dtypes; and torch itself, imported
-only here and only when it is needed.
+"""Names and dtypes of PyTorch checkpoints, without wrappers and outer dicts; import of torch, only when needed.
 
 [Note: names from PyTorch]
-A name is the path of dict keys below the dict chosen by `key`, joined by ".". What wrappers of a module add to it is
-no part of the model and is taken out: `_orig_mod` (compile), `_fsdp_wrapped_module` (FSDP1) and
-`_checkpoint_wrapped_module` (activation checkpointing) wherever they stand, `module` (DDP, averaged models) at the
-beginning only, since inside a model it is a name like any other. No outer dict is chosen silently.
+A name is the path of dict keys below the dict chosen by `key`, joined by ".". Module wrappers add words that are not
+part of the model and are removed: `_orig_mod` (compile), `_fsdp_wrapped_module` (FSDP1) and
+`_checkpoint_wrapped_module` (activation checkpointing) anywhere, `module` (DDP, averaged models) only at the beginning,
+since it is an ordinary name inside a model. No outer dict is chosen silently.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ def import_torch() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise ValueError("a PyTorch checkpoint is read by torch, which is not installed; pip install torch") from error
+        raise ValueError("PyTorch checkpoints need torch, which is not installed; pip install torch") from error
     return torch
 
 
 def plain_name(keys: Iterable[str]) -> str:
-    """Join dict keys to the name of a parameter, without wrappers ([Note: names from PyTorch])."""
+    """Join dict keys to a parameter's name, without wrappers ([Note: names from PyTorch])."""
     parts = [part for part in ".".join(keys).split(".") if part not in _WRAPPERS]
     while len(parts) > 1 and parts[0] == "module":
         del parts[0]
@@ -54,22 +53,22 @@ def select(where: str, tensors: Mapping[Keys, T], others: Iterable[Keys], key: s
     """Return the tensors of one dict of a checkpoint, by plain name.
 
     Args:
-      where: what errors begin with.
+      where: beginning of errors.
       tensors: by path of dict keys.
-      others: the paths of what is no tensor.
-      key: the dict, by its path of keys joined by "."; None if tensors lie at the top alone, or in one dict there; ""
-        for all there is.
+      others: paths of values that are not tensors.
+      key: the dict, as its path of keys joined by "."; None if tensors are only at the top, or only in one dict there;
+        "" for all tensors.
 
     Raises:
-      ValueError: if there is no such dict, if there are dicts and none was chosen, for two tensors of one name, or for
-        flat parameters of FSDP1.
+      ValueError: if there is no such dict, if there are dicts and none was chosen, if two tensors get one name, or if
+        there are flat parameters of FSDP1.
     """
     tops = {keys[0] for keys in tensors if keys}
     if key is None and len(tops) == 1 and all(len(keys) > 1 for keys in tensors):
-        key = tops.pop()  # there is but one dict that holds tensors
+        key = tops.pop()  # the only dict with tensors
     if key is None and any(len(keys) > 1 for keys in tensors):
         raise ValueError(
-            f"{where}: has dicts at the top, and which of them holds the model is not guessed; pass key= (--key, "
+            f"{where}: has dicts at the top, and it is not clear which one is the model; pass key= (--key, "
             f"--init-key); at the top are {_top(tensors, others)}"
         )
     chosen: dict[str, T] = {}
@@ -78,15 +77,15 @@ def select(where: str, tensors: Mapping[Keys, T], others: Iterable[Keys], key: s
         below = next((keys[end:] for end in ends), ()) if key else keys
         name = plain_name(below)
         if name in chosen:
-            raise ValueError(f"{where}: two tensors are called {name} once wrappers are taken out; rename one of them")
+            raise ValueError(f"{where}: two tensors are named {name} without their wrappers; rename one of them")
         if below:
             chosen[name] = value
     if not chosen:
         raise ValueError(f"{where}: has no dict {key!r} with tensors; pass one of {_top(tensors, others)} as key=")
     if flat := [name for name in chosen if name.rpartition(".")[2] in _FLAT]:
         raise ValueError(
-            f"{where}: {flat[0]} (and {len(flat) - 1} more) are flat parameters of FSDP1; save in PyTorch what "
-            "get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)) returns"
+            f"{where}: {flat[0]} (and {len(flat) - 1} more) are flat parameters of FSDP1; in PyTorch, save the result "
+            "of get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
         )
     return chosen
 
@@ -99,19 +98,19 @@ def _top(tensors: Mapping[Keys, Any], others: Iterable[Keys]) -> str:
 
 
 def numpy_dtype(where: str, name: str, dtype: Any) -> np.dtype:
-    """Return numpy's (or ml_dtypes') form of a torch dtype.
+    """Return the numpy or ml_dtypes equivalent of a torch dtype.
 
     Raises:
-      ValueError: for a dtype that has none, such as the quantized ones.
+      ValueError: if there is none, as for quantized dtypes.
     """
     plain = str(dtype).removeprefix("torch.")
     if plain not in _DTYPES:
-        raise ValueError(f"{where}: {name} has dtype {plain}, which is not read; cast it in PyTorch, to float32 say")
+        raise ValueError(f"{where}: {name} has dtype {plain}, which is not supported; cast it to float32")
     return jnp.dtype(plain)
 
 
 def to_numpy(tensor: Any, dtype: np.dtype) -> np.ndarray:
-    """View a CPU tensor as an array of `dtype`, bit by bit; what numpy does not know goes through an integer view."""
+    """View a CPU tensor as an array of `dtype`; dtypes that numpy lacks through a view as integers."""
     if dtype.kind == "V" or dtype.name.startswith(("bfloat", "float8")):
         torch = import_torch()
         integer = {1: torch.uint8, 2: torch.int16}[dtype.itemsize]

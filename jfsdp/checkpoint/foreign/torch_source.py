@@ -1,9 +1,9 @@
 """PyTorch checkpoints as sources: directories of torch.distributed.checkpoint (DCP) and files of torch.save.
 
-Needs the extra `torch`. Nothing is unpickled that PyTorch would not load with `weights_only=True`.
+Needs the extra `torch`. Unpickles only what PyTorch loads with `weights_only=True`.
 
-Not converted: optimizer states. Their tensors can be read by name (`key="optimizer"`), but they belong to parameters by
-rules of PyTorch's own, which no mapping of names follows.
+Optimizer states are not converted. Their tensors can be read by name (`key="optimizer"`), but they belong to parameters
+by rules of PyTorch that mappings of names do not cover.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from jfsdp.checkpoint.source import Index, Source
 def open_torch(path: Any, key: str | None = None) -> Source:
     """Open a DCP directory, or a `.pt`, `.pth` or `.bin` file, under the names of the PyTorch model.
 
-    Reads names and shapes only. For what is done to names see [Note: names from PyTorch].
+    Reads only names and shapes. [Note: names from PyTorch] describes how names are changed.
 
     Args:
-      key: the dict that holds the model, by its path of keys joined by "." ("model", "app.model", "state_dict"); None
-        if the tensors lie at the top; "" for all that there is.
+      key: the dict that contains the model, as its path of keys joined by "." ("model", "app.model", "state_dict");
+        None if the tensors are at the top; "" for all tensors.
 
     Raises:
-      ValueError: if torch is missing, or if the checkpoint is damaged, incomplete, ambiguous, or not readable without
-        running code that comes with it.
+      ValueError: if torch is missing, or if the checkpoint is damaged, incomplete, ambiguous, or only readable by
+        running code in it.
     """
     path = existing_path(path)
     if path.name == ".metadata" or path.suffix == ".distcp":
@@ -47,10 +47,10 @@ def open_torch(path: Any, key: str | None = None) -> Source:
 
 
 class DCPSource:
-    """A directory that torch.distributed.checkpoint wrote, whatever sharding and number of processes wrote it.
+    """A directory of torch.distributed.checkpoint, written by any sharding and number of processes.
 
-    Memory:  a read holds the slice, and beside it one chunk (what one process saved of one tensor) at a time; of the
-             files it reads the chunks that overlap the slice, each whole.
+    Memory:  a read takes the slice and one chunk at a time (the part of a tensor that one process saved). Chunks that
+             overlap the slice are read whole.
     """
 
     def __init__(self, path: Any, key: str | None = None):
@@ -91,7 +91,7 @@ class DCPSource:
 
 
 def _check_complete(path: Path, tensors: Mapping[str, tuple[str, Any]], storage: Mapping[Any, Any]) -> None:
-    """Refuse a checkpoint in which chunks of the tensors wanted, or the files that they lie in, are missing."""
+    """Check that all chunks of the selected tensors, and their files, are there."""
     from torch.distributed.checkpoint.metadata import MetadataIndex
 
     ends: dict[str, tuple[int, str]] = {}
@@ -111,7 +111,7 @@ def _check_complete(path: Path, tensors: Mapping[str, tuple[str, Any]], storage:
 
 
 def _overlaps(stored: str, chunks: Sequence[Any], index: Index) -> Iterator[Any]:
-    """Say, for every chunk that a slice overlaps, which part of it goes where in the slice."""
+    """Yield, for every chunk that a slice overlaps, the overlapping part and its place in the slice."""
     from torch import Size
     from torch.distributed.checkpoint.metadata import MetadataIndex
     from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
@@ -132,9 +132,9 @@ def _overlaps(stored: str, chunks: Sequence[Any], index: Index) -> Iterator[Any]
 
 
 class TorchFileSource:
-    """A file of torch.save with the tensors of a model in nested dicts; of several names for one storage, each is read.
+    """A file of torch.save with a model's tensors in nested dicts. Names that share a storage are separate arrays.
 
-    Memory:  the file is mapped; a read copies its slice, and the pages below it may stay in the system's cache.
+    Memory:  the file is mapped; a read copies its slice, whose pages may stay in the system's cache.
     """
 
     def __init__(self, path: Any, key: str | None = None):
@@ -143,12 +143,12 @@ class TorchFileSource:
         self._where = f"checkpoint {path}"
         found = _load(Path(path), self._where)
         if not isinstance(found, Mapping):
-            raise ValueError(f"{self._where}: holds a {type(found).__name__}; save a dict of tensors by name")
+            raise ValueError(f"{self._where}: contains a {type(found).__name__}; save a dict of tensors by name")
         leaves = dict(_flatten(found))
         tensors = {keys: x for keys, x in leaves.items() if isinstance(x, torch.Tensor)}
         others = [keys for keys in leaves if keys not in tensors]
         self._tensors = select(self._where, tensors, others, key)
-        for name, tensor in self._tensors.items():  # shards of a process, sparse ones, and subclasses are more
+        for name, tensor in self._tensors.items():  # sharded or sparse tensors and subclasses are not plain arrays
             if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout != torch.strided:
                 raise ValueError(
                     f"{self._where}: {name} is a {type(tensor).__name__} of layout {tensor.layout}; save dense ones: "
@@ -167,7 +167,7 @@ class TorchFileSource:
 
 
 def _flatten(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
-    """Walk nested dicts and lists down to what they hold."""
+    """Yield the values in nested dicts and lists, with their paths."""
     if isinstance(value, Mapping):
         pairs = value.items()
     elif isinstance(value, list | tuple):
@@ -194,15 +194,15 @@ def _load(path: Path, where: str) -> Any:
 
 @contextlib.contextmanager
 def _readable(where: str) -> Iterator[None]:
-    """Turn what torch raises for files it cannot or will not load into an error that says what to do."""
+    """Convert torch's errors for files that it cannot or will not load to an error with a remedy."""
     try:
         yield
-    except Exception as error:  # a damaged file makes the unpickler raise anything at all
+    except Exception as error:  # the unpickler may raise any error for a damaged file
         blocked = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
         if blocked:
-            reason = f"loading {blocked[1]} would run code, which is not done; save only model.state_dict()"
+            reason = f"loading {blocked[1]} would run code and is refused; save only model.state_dict()"
             raise ValueError(f"{where}: {reason}") from error
-        # Of torch's text that advises to load without restriction, only the kind of the error.
+        # Torch's text may advise to load without restriction; then only the kind of the error is shown.
         lines = [] if "weights_only" in str(error) else str(error).splitlines()
         reason = lines[0] if lines else type(error).__name__
-        raise ValueError(f"{where}: cannot be read, it is damaged or of another format ({reason})") from error
+        raise ValueError(f"{where}: cannot be read; it is damaged or of another format ({reason})") from error

@@ -311,7 +311,9 @@ def test_a_state_begins_with_exactly_these_arrays_and_is_exported_as_them(name, 
     assert not any(np.asarray(x).any() for path, x in fresh.params.items() if path.endswith(B))
     tx = optax.sgd(1.0)
     refuses(
-        lambda: load_pretrained(tmp_path / "base", plain, tx, given.names, adapter=path), path, "the model has none"
+        lambda: load_pretrained(tmp_path / "base", plain, tx, given.names, adapter=path),
+        path,
+        "the model has no adapters",
     )
     refuses(lambda: jfsdp.peft.export_peft(plain, state, tmp_path / "none", given.names), "no adapters")
     jfsdp.checkpoint.save(tmp_path / "ours", plain.init(tx))
