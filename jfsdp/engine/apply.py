@@ -1,4 +1,4 @@
-"""Run a user's function on a sharded model: gather the root unit, hook every other unit."""
+"""Run a user's function on a sharded model: gather the root unit, and hook the calls of all other units."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from jfsdp.modules.adapted import dropout_key
 from jfsdp.modules.model import FlaxModel, Hooks, UnitRun
 
 _FORWARD_MODE = (
-    "a unit is differentiated in forward mode (jax.jvp, jax.linearize, jax.jacfwd), or a jax.custom_vjp of the model, "
-    "and has a derivative in reverse mode only; use jax.vjp or jax.jacrev, or leave those modules out of units="
+    "a unit or a jax.custom_vjp of the model is differentiated in forward mode (jax.jvp, jax.linearize, jax.jacfwd), "
+    "but supports reverse mode only; use jax.vjp or jax.jacrev, or leave those modules out of units="
 )
 _CLOSED_OVER = (
-    "the loss or the model indexes an array on the mesh that it closes over, and JAX refuses that in program 'manual'; "
-    "put the array into the batch or an nnx.Variable of the model, close over np.asarray(array), or index it by "
-    "jnp.take(array, indices, axis=0)"
+    "the loss or the model closes over an array on the mesh and indexes it, which JAX does not allow in program "
+    "'manual'; put the array into the batch or an nnx.Variable of the model, close over np.asarray(array), or index it "
+    "with jnp.take(array, indices, axis=0)"
 )
-KeyOf = Callable[[Any], jax.Array | None]  # from what a call reads beside its weights to the key of adapters' dropout
+KeyOf = Callable[[Any], jax.Array | None]  # from a call's inputs other than weights to the key of adapter dropout
 
 
 def _no_key(rest: Any) -> None:
@@ -36,13 +36,13 @@ def _no_key(rest: Any) -> None:
 
 
 class ShardedApply:
-    """A model, its layout and an engine, as one pure function of arrays.
+    """A model, its layout and an engine as one pure function of arrays.
 
-    The root unit is the user's function itself: its leaves are gathered before it starts and, unless they are
-    resharded, stay until its backward ends. Every other unit is gathered around each call of one of its methods.
+    The root unit is the user's function. Its leaves are gathered before it starts and stay gathered until its backward
+    ends, unless they are resharded. Every other unit is gathered around each call of one of its methods.
 
     Args:
-      check: is told every trace that is to be differentiated; may refuse it.
+      check: called with every trace that is to be differentiated; may raise an error.
     """
 
     def __init__(self, model: FlaxModel, engine: Engine, check: Callable[[Traced], None] = lambda traced: None):
@@ -61,14 +61,14 @@ class ShardedApply:
     def __call__(
         self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
     ) -> tuple[Any, Arrays]:
-        """Compute `fn(model, *inputs)`; return its output (a pytree of arrays) and the model's other state afterwards.
+        """Compute `fn(model, *inputs)`; return its output (a pytree of arrays) and the model's updated other state.
 
-        Layout:  `params` as they are stored, in the layout of their `source` stage, anything else as it comes.
+        Layout:  `params` as stored, in the layout of their `source` stage; all other arrays are unchanged.
         Cost, Memory: as `jfsdp.engine.unit.call_traced`, for each unit.
 
         Raises:
           ValueError: if a unit's weight is read outside its calls, if a call writes parameters, or if a unit is called
-            on slices that the layout does not know.
+            on slices along a dim that is not a layer dim of the layout.
         """
         traced, flat = self.trace(fn, params, state, *inputs)
         root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
@@ -77,17 +77,16 @@ class ShardedApply:
     def vjp(
         self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], *inputs: Any
     ) -> tuple[Any, Arrays, Pull]:
-        """Compute `fn(model, *inputs)`, what is trained, and prepare its derivative; see `Engine.vjp`.
+        """Compute `fn(model, *inputs)` in training mode, and prepare its derivative; see `Engine.vjp`.
 
         Args:
-          fn: returns a scalar, and anything else: it is the scalar that is differentiated.
+          fn: returns a scalar, which is differentiated, and other outputs.
 
         Returns:
-          What `fn` returns beside the scalar; the model's other state; and the function from the scalar's cotangent to
-          gradients.
+          The other outputs of `fn`; the model's other state; and the function from the scalar's cotangent to gradients.
 
         Raises:
-          ValueError: as `__call__`; and if no value has a name that a remat gives.
+          ValueError: as `__call__`; and if a name in a remat policy is not the name of any value.
         """
         traced, flat = self.trace_loss(fn, params, state, *inputs)
         outs, pull = self.engine.vjp(traced, flat, dict(params))
@@ -95,10 +94,10 @@ class ShardedApply:
         return out, after, pull
 
     def trace_loss(self, fn: Callable[..., Any], *given: Any) -> tuple[Traced, list[Any]]:
-        """Trace as `trace` what is to be differentiated.
+        """Trace a function that is to be differentiated; see `trace`.
 
         Raises:
-          ValueError: as `__call__`; and if no value has a name that a remat gives.
+          ValueError: as `__call__`; and if a name in a remat policy is not the name of any value.
         """
         traced, flat = self.trace(fn, *given, trains=True)
         self._check(traced)
@@ -113,18 +112,18 @@ class ShardedApply:
         *inputs: Any,
         trains: bool = False,
     ) -> tuple[Traced, list[Any]]:
-        """Trace `fn(model, *inputs)` as the root's call, and check it; return also what it runs on.
+        """Trace and check `fn(model, *inputs)` as the root's call; return the trace and its inputs.
 
-        It returns the output and the state afterwards. Its inputs are in the order of `_parts`, after constants.
+        The trace returns the output and the updated state. Its inputs are constants, then the order of `_parts`.
 
         Args:
-          params: leaf by leaf.
-          trains: whether adapters drop some of their inputs.
+          params: by leaf.
+          trains: whether adapters apply dropout.
 
         Raises:
           ValueError: as `__call__`.
         """
-        self.engine.calls.clear()  # names start anew: the same program has the same text
+        self.engine.calls.clear()  # restart the numbering of names: the same program has the same text
         try:
             key_of: KeyOf = (lambda rest: dropout_key(rest["state"])) if trains else _no_key
             run = _RootRun(self.model, fn, key_of, self._hooks_with)
@@ -137,14 +136,14 @@ class ShardedApply:
             raise ValueError(_FORWARD_MODE)
         if trains and any(isinstance(x, core.Tracer) for x in flat[: len(flat) - len(jax.tree.leaves(rest))]):
             raise ValueError(
-                "a value computed inside a unit's call (or a transform of JAX) is used outside it, and was not "
-                "returned (a closure, a global list, a set?); return it from the call"
+                "a value computed inside a unit's call (or a transform of JAX) is used outside it without being "
+                "returned (through a closure, a global list or a set); return it from the call"
             )
         self._check_padded(traced)
         return traced, flat
 
     def _explain(self, error: Exception) -> None:
-        """Raise what an error of JAX means here, if that is known."""
+        """Replace an error of JAX by one with the cause and a remedy, if they are known."""
         text = str(error)
         if "different leading axis sizes" in text or "inconsistent sizes for array" in text:
             self._explain_stack(error)
@@ -154,7 +153,7 @@ class ShardedApply:
             raise ValueError(_CLOSED_OVER) from error
 
     def _explain_stack(self, error: Exception) -> None:
-        """Name a leaf whose padded dim a scan or a vmap of the model takes for its layers."""
+        """Name a leaf whose padded dim a scan or a vmap of the model uses as its layer dim."""
         for leaf in self.layout.leaves:
             if leaf.dim == 0 and leaf.padding and not leaf.stacked and leaf.unit != ROOT:
                 size = leaf.shape[0]
@@ -165,27 +164,27 @@ class ShardedApply:
                 ) from error
 
     def _parts(self, params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any) -> tuple[Arrays, dict[str, Any]]:
-        """Return the root's weights, and everything else that it reads."""
+        """Return the root's weights and all other inputs of its call."""
         root = {path: params[path] for path in self.layout.unit(ROOT).leaves}
         inner = {path: value for path, value in params.items() if path not in root}
         return root, {"params": inner, "state": dict(state), "batch": inputs, "inputs": []}
 
     def _hooks_with(self, key: jax.Array | None) -> Hooks:
-        """Return hooks that know the key of adapters' dropout, by which Flax tells their traces from others' too."""
+        """Return hooks with the key of adapter dropout. They are a new object, so that Flax retraces its transforms."""
         call = functools.partial(self._call_unit, key_of=lambda rest: key)
         return self._hooks if key is None else dataclasses.replace(self._hooks, call=call)
 
     def _trace(
         self, name: str, run: UnitRun, shards: Arrays, rest: dict[str, Any], key_of: KeyOf
     ) -> tuple[Traced, list[Any]]:
-        """Trace a unit's call; refuse one that writes parameters."""
+        """Trace a unit's call; raise an error if it writes parameters."""
         run = decoded(with_adapters(run, self.model.adapters, key_of), self.model.codecs)
         traced, flat = trace_unit(run, self.engine.full_shapes(shards), self.engine.cast_inputs(name, rest))
         if traced.written:
             raise ValueError(
                 f"unit {name or '(root)'}: its call writes to {len(traced.written)} of its parameters "
-                f"({', '.join(traced.written[:4])}); a forward may read parameters only: keep what it changes in "
-                "another nnx.Variable, or call a copy (nnx.clone) of a module that normalizes its own weights"
+                f"({', '.join(traced.written[:4])}); a forward may only read parameters: keep values that it changes "
+                "in another nnx.Variable, or call a copy (nnx.clone) of a module that normalizes its own weights"
             )
         return traced, flat
 
@@ -201,10 +200,11 @@ class ShardedApply:
         return cast_floating(out, self.layout.policy(name).mp_policy.output_dtype), state
 
     def _check_padded(self, traced: Traced) -> None:
-        """Refuse a read of a unit's weight outside its calls where it would see the padding.
+        """Raise an error if a weight is read outside its unit's calls where the padding would be visible.
 
-        It comes past the model's own guards through `nnx.state`, or where a transform of Linen maps variables. A layer
-        that is cut out of a stack, and handed to the unit's call, is no read. The engine's own cut, of the padding, is.
+        Such a read bypasses the model's guards through `nnx.state`, or where a transform of Linen maps variables. A
+        layer that is sliced from a stack and passed to the unit's call is not a read. The engine's own slice, which
+        removes the padding, is one.
         """
         padded = {leaf.path: leaf for leaf in self.layout.leaves if leaf.padding and leaf.unit != ROOT}
         if not padded:
@@ -218,18 +218,18 @@ class ShardedApply:
                 axes, size = " x ".join(leaf.stage("opt").axes), leaf.shape[leaf.dim]
                 raise ValueError(
                     f"{leaf.path}: read outside the calls of its unit {leaf.unit!r}, where dim {leaf.dim} (size "
-                    f"{size}) is padded to {size + leaf.padding}, to be split over {axes}; of a penalty on weights "
-                    "make weight decay, in the optimizer, or leave that module out of units="
+                    f"{size}) is padded to {size + leaf.padding}, to be split over {axes}; replace a weight penalty "
+                    "by weight decay in the optimizer, or leave that module out of units="
                 )
 
 
 def _check_names(wanted: set[str], jaxpr: Any) -> None:
-    """Refuse names that no value has: a policy of them saves nothing, and says nothing."""
+    """Check that each name in a remat policy is the name of a value; otherwise the policy silently saves nothing."""
     seen = value_names(jaxpr) if wanted else set()
     unused = sorted(wanted - seen)
     if unused:
         raise ValueError(
-            f"remat names {', '.join(unused)}, and no value in the model has that name; names given there by "
+            f"remat names {', '.join(unused)}: no value in the model has that name; names from "
             f"jax.ad_checkpoint.checkpoint_name: {', '.join(sorted(seen)) or 'none'}"
         )
 

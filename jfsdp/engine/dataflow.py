@@ -1,4 +1,4 @@
-"""Which outputs of a jaxpr depend on which of its inputs, looking into calls, loops and branches."""
+"""Dependencies of a jaxpr's outputs on its inputs, through calls, loops and branches."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jfsdp.compat import Literal, manual_axes
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CUTS = ("slice", "dynamic_slice", "squeeze")
 _LOOPS = ("scan", "while", "cond")
-_FLAT = ("stop_gradient", "floor", "ceil", "round", "sign")  # their derivative is 0
+_FLAT = ("stop_gradient", "floor", "ceil", "round", "sign")  # operations with derivative 0
 
 
 def cuts(eqn: Any) -> bool:
-    """Tell whether an operation takes a part of its first operand and changes nothing."""
+    """Tell whether an operation takes a part of its first operand without changing any value."""
     return eqn.primitive.name in _CUTS
 
 
@@ -26,7 +26,7 @@ def _cuts_nothing(eqn: Any) -> bool:
 
 
 def carries_tangents(eqn: Any, var: Any) -> bool:
-    """Tell whether an output of an operation may have a derivative: for `depends_on`."""
+    """Tell whether an output of an operation may have a derivative; an argument `carries` of `depends_on`."""
     return eqn.primitive.name not in _FLAT and jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact)
 
 
@@ -38,12 +38,13 @@ def depends_on(
 ) -> list[bool]:
     """Tell for each output whether it depends on a marked input.
 
-    Calls (jit, checkpoint, custom derivatives) are followed to the single output; loops are followed through their
-    carries to a fixed point; an output of `cond` also depends on its predicate; any other equation is taken whole.
+    Calls (jit, checkpoint, custom derivatives) are followed to each output; loops are followed through their
+    carries to a fixed point; an output of `cond` also depends on its predicate; every output of any other equation
+    depends on all its inputs.
 
     Args:
-      visit: is told every equation that a marked input reaches, perhaps several times.
-      carries: tells of an equation and an output of it whether the output may depend on marked inputs.
+      visit: called with every equation that a marked input reaches, perhaps several times.
+      carries: tells whether an output of an equation may depend on marked inputs.
     """
     follow = functools.partial(depends_on, visit=visit, carries=carries)
     reached = {var for var, mark in zip(jaxpr.invars, marked, strict=True) if mark}
@@ -61,7 +62,7 @@ def depends_on(
 
 
 def passes_through(jaxpr: Any, is_cut: Callable[[Any], bool] = _cuts_nothing) -> list[int | None]:
-    """Tell for each output which input it is, unchanged, looking through calls; None for any other.
+    """Return for each output the input that it equals, looking through calls; None if it is a new value.
 
     Args:
       is_cut: see `reads`.
@@ -76,7 +77,7 @@ def passes_through(jaxpr: Any, is_cut: Callable[[Any], bool] = _cuts_nothing) ->
 
 
 def _unchanged(eqn: Any, is_cut: Callable[[Any], bool]) -> list[int | None]:
-    """Tell for each output of an equation which of its inputs it is, unchanged or a cut of it."""
+    """Return for each output of an equation the index of the input that it equals or is a slice of."""
     if eqn.primitive.name == "optimization_barrier":
         return list(range(len(eqn.outvars)))
     if is_cut(eqn):
@@ -95,11 +96,11 @@ def reads(
     is_cut: Callable[[Any], bool] = _cuts_nothing,
     is_one: Callable[[Any], bool] = lambda eqn: False,
 ) -> Iterator[tuple[int, Any]]:
-    """Yield every operation that reads a marked input, with the input's place; calls, loops and branches are opened.
+    """Yield every operation that reads a marked input, and the input's index; calls, loops and branches are followed.
 
     Args:
-      is_cut: tells of an operation that it is no read of what it cuts: who reads the cut reads the input.
-      is_one: tells of what could be opened that it is not: it reads its inputs itself.
+      is_cut: tells whether an operation only slices its input. It is not a read; operations on the slice are.
+      is_one: tells whether an operation with a body counts as one read of its inputs, without following the body.
     """
     origin = {var: place for place, (var, mark) in enumerate(zip(jaxpr.invars, marked, strict=True)) if mark}
     for eqn in jaxpr.eqns:
@@ -111,7 +112,7 @@ def reads(
             inside = [places[index] for index in inputs]
             for index, reader in reads(inner, [place is not None for place in inside], is_cut, is_one):
                 yield inside[index], reader  # type: ignore[misc]
-            if is_cut is not _cuts_nothing and eqn.primitive.name in _LOOPS:  # what is cut in there is not followed out
+            if is_cut is not _cuts_nothing and eqn.primitive.name in _LOOPS:  # slices that leave it are not followed
                 pairs = zip(passes_through(inner, is_cut), passes_through(inner), strict=True)
                 left = (inside[cut] for cut, whole in pairs if cut is not None and whole is None)
                 yield from ((place, eqn) for place in left if place is not None)
@@ -123,7 +124,7 @@ def reads(
 
 
 def _bodies(eqn: Any) -> Iterator[tuple[Any, Sequence[int]]]:
-    """Yield what an equation runs, each with the places of its inputs among the equation's."""
+    """Yield each jaxpr that an equation runs, with the indices of its inputs among the equation's inputs."""
     num = len(eqn.invars)
     if eqn.primitive.name == "while":
         cond, both = eqn.params["cond_nconsts"], eqn.params["cond_nconsts"] + eqn.params["body_nconsts"]
@@ -138,7 +139,7 @@ def _bodies(eqn: Any) -> Iterator[tuple[Any, Sequence[int]]]:
 
 
 def _scan_passes_through(eqn: Any, body: Any, is_cut: Callable[[Any], bool]) -> list[int | None]:
-    """Tell which outputs of a scan are inputs: a carry that its body hands on, ys that are a row of xs each."""
+    """Return which outputs of a scan are inputs: a carry that the body returns unchanged, ys that are rows of xs."""
     num_consts, num_carry = scan_counts(eqn)
     found = passes_through(body, is_cut)
     carry = [index if index == num_consts + place else None for place, index in enumerate(found[:num_carry])]
@@ -147,7 +148,7 @@ def _scan_passes_through(eqn: Any, body: Any, is_cut: Callable[[Any], bool]) -> 
 
 
 def keep_outputs(jaxpr: Any, wanted: Sequence[bool]) -> Any:
-    """Cut a jaxpr down to the equations that the wanted outputs need; other effects go."""
+    """Reduce a jaxpr to the equations that the wanted outputs need; other effects are dropped."""
     outvars = [atom for atom, keep in zip(jaxpr.outvars, wanted, strict=True) if keep]
     needed = {atom for atom in outvars if not is_literal(atom)}
     eqns = []
@@ -165,8 +166,8 @@ def num_readers(jaxpr: Any, is_one: Callable[[Any], bool] | None = None, but: st
     """Count for each input the operations that read it, looking through calls, casts and reshapes.
 
     Args:
-      is_one: whether an equation counts, and is not looked into; None: all do, but calls.
-      but: how the names of calls begin that are not looked into either; "": there are none.
+      is_one: tells whether an equation counts as one reader, without following it. None: all equations except calls.
+      but: prefix of the names of calls that are not followed either; "": none.
     """
     readers: dict[Any, int] = {}
     for atom in jaxpr.outvars:
@@ -191,14 +192,14 @@ def num_readers(jaxpr: Any, is_one: Callable[[Any], bool] | None = None, but: st
 
 
 def has_own_derivative(eqn: Any) -> bool:
-    """Tell a call of a function with a reverse derivative of its own (`jax.custom_vjp`)."""
+    """Tell whether an equation calls a function with a custom reverse derivative (`jax.custom_vjp`)."""
     return eqn.primitive.name.startswith("custom_vjp_call")
 
 
 def stated_axes(jaxpr: Any, but: str) -> list[frozenset[str]]:
-    """Return the mesh axes of each sharding that an operation states, but for operations with `but` in their names.
+    """Return the mesh axes of each sharding that an operation states, except operations with `but` in their names.
 
-    One that states none is an empty set, and one in a form without names is {"?"}.
+    A sharding without axes is an empty set; a sharding without a spec is {"?"}.
     """
     found = (eqn for eqn in all_eqns(jaxpr) if but not in str(eqn.source_info.name_stack))
     return [axes for axes in map(_stated_by, found) if axes is not None]
@@ -217,13 +218,13 @@ def _stated_by(eqn: Any) -> frozenset[str] | None:
 
 
 def is_in_condition(jaxpr: Any, name: str) -> bool:
-    """Tell whether an operation with `name` in its name stands in a branch, or in a loop that a condition ends."""
+    """Tell whether an operation with `name` in its name is inside a branch or a while loop."""
     conditional = (eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name in ("cond", "while"))
     inside = (inner for eqn in conditional for body in inner_jaxprs(eqn) for inner in all_eqns(body))
     return any(name in str(eqn.source_info.name_stack) for eqn in inside)
 
 
-# Operations with a body that is read here: opened, or of scalars alone, or a kernel that is taken whole.
+# Known operations with a body: followed, with scalar bodies, or kernels that are treated as one operation.
 _CALLED = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2", "shard_map", "composite")
 _DERIVED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin", "linear_call")
 _TAKEN = ("custom_linear_solve", "custom_root", "custom_partitioning", "pallas_call", "run_scoped", "run_state")
@@ -233,7 +234,7 @@ _READ = {*_LOOPS, *_CALLED, *_DERIVED, *_TAKEN, *_SCALARS, *_SCATTERS}
 
 
 def unread(jaxpr: Any) -> list[str]:
-    """Return the operations with a body of which nothing is known here: what it does may be missed."""
+    """Return the operations with a body that are unknown here, so that effects in them may be missed."""
     names = {eqn.primitive.name for eqn in all_eqns(jaxpr) if inner_jaxprs(eqn)}
     return sorted(names - _READ)
 
@@ -250,17 +251,17 @@ _CALLBACKS = ("debug_callback", "debug_print", "io_callback")
 
 
 def calls_back(eqn: Any) -> bool:
-    """Tell whether an operation calls Python for what that does (prints), and not for a value alone."""
+    """Tell whether an operation calls Python for a side effect (such as printing), not only for a value."""
     return eqn.primitive.name in _CALLBACKS
 
 
 def value_names(jaxpr: Any) -> set[str]:
-    """Return the names that `checkpoint_name` gave to values, in calls, loops and branches too."""
+    """Return the names that `checkpoint_name` gave to values, also in calls, loops and branches."""
     return {eqn.params["name"] for eqn in all_eqns(jaxpr) if eqn.primitive.name == "name"}
 
 
 def all_eqns(jaxpr: Any) -> Iterator[Any]:
-    """Yield the equations of a jaxpr and of those within, in calls, loops and branches."""
+    """Yield the equations of a jaxpr and of the jaxprs in its calls, loops and branches."""
     for eqn in jaxpr.eqns:
         yield eqn
         for inner in inner_jaxprs(eqn):
@@ -268,12 +269,12 @@ def all_eqns(jaxpr: Any) -> Iterator[Any]:
 
 
 def is_literal(atom: Any) -> bool:
-    """Tell a literal of a jaxpr from a variable."""
+    """Tell whether an atom of a jaxpr is a literal, not a variable."""
     return isinstance(atom, Literal)
 
 
 def inner_jaxprs(eqn: Any) -> list[Any]:
-    """Return the jaxprs among the parameters of an equation."""
+    """Return the jaxprs among an equation's parameters."""
     found = []
     for param in eqn.params.values():
         parts = param if isinstance(param, (tuple, list)) else (param,)
@@ -282,10 +283,10 @@ def inner_jaxprs(eqn: Any) -> list[Any]:
 
 
 def scan_counts(eqn: Any) -> tuple[int, int]:
-    """Return how many constants and carried values a scan has.
+    """Return the number of constants and of carried values of a scan.
 
-    Both have the same type outside and inside the body, xs and ys lose a dim; the equation's own counts are named
-    differently from one JAX version to the next.
+    They are counted by type: both have the same type outside and inside the body, while xs and ys lose a dim. The
+    equation's own counts have different names in different JAX versions.
     """
     body = _open(eqn.params["jaxpr"])
     num_carry = _num_same(eqn.outvars, body.outvars)
@@ -325,7 +326,7 @@ def _num_same(outside: Sequence[Any], inside: Sequence[Any]) -> int:
 
 
 def _called(eqn: Any) -> Any:
-    """Return what a call or a scan runs; None for any other equation."""
+    """Return the jaxpr that a call or a scan runs; None for any other equation."""
     return next((_open(eqn.params[key]) for key in _CALLS if key in eqn.params), None)
 
 

@@ -1,4 +1,4 @@
-"""What both programs share: the call of a unit, casts, padding, and copies between memories."""
+"""The base class of both programs: the call of a unit, casts, padding, and copies between memories."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from jfsdp.layout.precision import is_float
 from jfsdp.layout.units import ROOT
 
 SCOPE = "jfsdp"
-UNIT_CALL = "jfsdp_unit_"  # how the names of units' calls begin in a trace
+UNIT_CALL = "jfsdp_unit_"  # prefix of the names of units' calls in a trace
 Pull = Callable[[jax.Array, Arrays | None], Arrays]
-Pairs = Sequence[tuple[Leaf, int]]  # each leaf with the number of layer dims that a scan has taken off
+Pairs = Sequence[tuple[Leaf, int]]  # each leaf with the number of layer dims that scans have removed
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
 class Engine(abc.ABC):
-    """One of the two programs that a step may be: how weights are gathered and gradients reduced.
+    """One of the two programs of a step: how weights are gathered and gradients reduced.
 
     Attributes:
-      layout: where every stage of every leaf stands.
-      mesh: the mesh of the state, with the axes split that some stage splits only in part.
-      calls: the calls of units in the latest trace of a root, by the name that they have there.
-      writes_order: whether the program says when each collective starts; else XLA does, and no gradient may wait
-        through a loop, whose carry would hold what is not summed yet.
+      layout: the layout of every leaf at every stage.
+      mesh: the state's mesh; axes over which some stage is only partly split are split in two.
+      calls: the calls of units in the latest trace of a root, by their names in the trace.
+      writes_order: whether the program determines when each collective starts. Otherwise XLA does, and no gradient may
+        wait in the carry of a loop, which would keep unreduced gradients in memory.
     """
 
     layout: Layout
@@ -45,11 +45,11 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
-        """Gather leaves at rest, on the device and cast, to their stored shape."""
+        """Gather leaves from shards on the device, already cast, to their stored shape."""
 
     @abc.abstractmethod
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
-        """Cut whole leaves of stored shape to their `kept` stage."""
+        """Slice whole leaves of stored shape to their `kept` stage."""
 
     @abc.abstractmethod
     def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
@@ -61,15 +61,15 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
-        """Sum gradients of logical shape over the axes that do not wait, into layout and dtype of their accumulator."""
+        """Sum gradients of logical shape over the axes not deferred, in layout and dtype of the accumulator."""
 
     @abc.abstractmethod
     def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
-        """Bring a gradient from what a unit's own derivative gives to what its accumulator adds."""
+        """Bring a gradient from the derivative of a unit's call to the layout and dtype of its accumulator."""
 
     @abc.abstractmethod
     def constrain(self, values: Arrays, stage: str) -> Arrays:
-        """State the layout of leaves as they are stored: `stage` of each."""
+        """Constrain stored leaves to their layout at `stage`."""
 
     def call_unit(self, name: str, traced: Traced, shards: Arrays, flat: Sequence[Any]) -> list[Any]:
         """Run one call of a unit on its gathered weights, under a name in the trace; see `NamedCall`.
@@ -82,7 +82,7 @@ class Engine(abc.ABC):
           traced, shards, flat: as in `jfsdp.engine.unit.call_traced`.
 
         Raises:
-          ValueError: if a leaf arrives without a dim that the layout splits (an undeclared stack of layers).
+          ValueError: if a scan has removed a dim that the layout splits (an undeclared stack of layers).
         """
         movement = self.movement(name, shards)
         if name == ROOT:
@@ -98,69 +98,69 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
-        """Run the root unit; return what it returns, and the function from a cotangent to gradients.
+        """Run the root unit; return its outputs, and the function from a cotangent to gradients.
 
-        Both programs do so by `jfsdp.engine.driver.run`, with the `Prefetch` of each.
+        Both programs use `jfsdp.engine.driver.run`, each with its own `Prefetch`.
 
         Cost, Memory: as `jfsdp.engine.unit.call_traced`, for each unit.
 
         Args:
-          traced, flat: the root's call; the first of what it returns is the scalar to be differentiated.
-          source: all weights as they are stored.
+          traced, flat: the root's call; its first output is the scalar to differentiate.
+          source: all weights as stored.
 
         Returns:
-          The output; and `pull(cotangent, sums)`, the sums (None: zeros) plus the gradients of what is trained as it is
-          stored, in the dtype and layout of their accumulator, unreduced over the axes that wait for the last
-          microbatch.
+          The outputs; and `pull(cotangent, sums)`, which returns the sums (None: zeros) plus the gradients of the
+          trainable parameters, as stored, in the dtype and layout of their accumulator, unreduced over the deferred
+          axes.
         """
 
     def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
-        """Return shape and dtype of a gradient's accumulator, as the rows at hand see it."""
+        """Return shape and dtype of a gradient's accumulator inside `on_rows`."""
         leaf = self.layout.by_path[path]
         return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage("grad").dtype)
 
     @abc.abstractmethod
     def on_rows(self, compute: Callable[..., T], arrays: Any, specs: T) -> T:
-        """Run `compute(*arrays)` on the rows that the program sees at once: of all devices, or of each by itself.
+        """Run `compute(*arrays)` on the rows that the program sees at once: of all devices, or of one device.
 
         Args:
-          arrays: weights at rest, the model's state, a batch, and what else is whole.
-          specs: of the results, for a program that sees the rows of a device.
+          arrays: weights at rest, the model's state, a batch, and other replicated values.
+          specs: specs of the results, for a program that sees the rows of one device.
         """
 
     @abc.abstractmethod
     def sum_rows(self, value: jax.Array) -> jax.Array:
-        """Sum a scalar over what the rows at hand are not all of. Cost: at most an all-reduce of it."""
+        """Sum a scalar over the devices whose rows the program does not see. Cost: at most an all-reduce of it."""
 
     @abc.abstractmethod
     def max_rows(self, value: jax.Array) -> jax.Array:
-        """Return the maximum of a scalar over what the rows at hand are not all of. Cost: as `sum_rows`."""
+        """Return the maximum of a scalar over these devices. Cost: as `sum_rows`."""
 
     @abc.abstractmethod
     def own_state(self, state: Arrays) -> Arrays:
-        """Return a model's state with rng keys for the rows at hand."""
+        """Return a model's state with rng keys for the rows that the program sees."""
 
     @abc.abstractmethod
     def common_state(self, before: Arrays, after: Arrays) -> Arrays:
-        """Return a model's state for all rows, where it was `before`, and `after` the rows at hand."""
+        """Return a model's state for all rows, from the state `before` and the state `after` the rows that it sees."""
 
     @abc.abstractmethod
     def finished_spec(self, path: str) -> PartitionSpec:
-        """Return how a gradient stands after `finish`, where `on_rows` asks for it."""
+        """Return the spec of a gradient after `finish`, as `on_rows` requires it."""
 
     @abc.abstractmethod
     def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
-        """Sum accumulators over the axes that waited for the last microbatch.
+        """Sum accumulators over the deferred axes.
 
         Args:
-          weight: what to divide by before and to multiply by after; None: the sums are in range.
+          weight: divisor before the sum and factor after it, so that the sum stays in range; None: not needed.
         """
 
     def split_rows(self, batch: Any, num: int) -> Any:
-        """Cut the rows at hand [B, ...] into [A, B/A, ...]; scalars are repeated.
+        """Split the visible rows [B, ...] into [A, B/A, ...]; scalars are repeated.
 
         Layout:  [B/data ...] -> [A B/A/data ...]; microbatch a holds the rows b with b % A == a.
-        Cost:    none: a plain reshape to [A, B/A] would move rows between devices.
+        Cost:    none. A plain reshape to [A, B/A] would move rows between devices.
         """
 
         def cut(x: jax.Array) -> jax.Array:
@@ -171,14 +171,14 @@ class Engine(abc.ABC):
         return jax.tree.map(cut, batch)
 
     def cast_inputs(self, name: str, rest: Any) -> Any:
-        """Cast `rest["inputs"]` of a unit's call as its policy says."""
+        """Cast `rest["inputs"]` of a unit's call as its policy requires."""
         policy = self.layout.policy(name).mp_policy
         if not policy.cast_forward_inputs:
             return rest
         return {**rest, "inputs": cast_floating(rest["inputs"], policy.param_dtype)}
 
     def movement(self, name: str, shards: Mapping[str, Any]) -> Movement:
-        """Say how weights of a unit move that are called as `shards`: whole leaves, or layers of them."""
+        """Return how the weights of a unit move that are called as `shards`: whole leaves, or layers of them."""
         policy = self.layout.policy(name)
         pairs = self.pairs(shards)
         trained = [(leaf, sliced) for leaf, sliced in pairs if leaf.trainable]
@@ -199,54 +199,54 @@ class Engine(abc.ABC):
         )
 
     def pairs(self, shards: Mapping[str, Any]) -> list[tuple[Leaf, int]]:
-        """Pair leaves with the number of layer dims that are sliced from them."""
+        """Pair leaves with the number of layer dims that scans have removed."""
         leaves = [self.layout.by_path[path] for path in shards]
         return [(leaf, num_sliced(leaf, shards[leaf.path].ndim)) for leaf in leaves]
 
     def full_shapes(self, shards: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and dtypes of weights once they are gathered."""
+        """Return shapes and dtypes of gathered weights."""
         return {
             leaf.path: jax.ShapeDtypeStruct(leaf.shape[sliced:], leaf.stage("use").dtype)
             for leaf, sliced in self.pairs(shards)
         }
 
     def to_use(self, pairs: Pairs, shards: Arrays) -> Arrays:
-        """Copy shards to the device where they are offloaded, cast them, and gather them to their stored shape."""
+        """Copy offloaded shards to the device, cast them, and gather them to their stored shape."""
         cast = {leaf.path: to_device(shards[leaf.path]).astype(leaf.stage("use").dtype) for leaf, _ in pairs}
         split = [(leaf, sliced) for leaf, sliced in pairs if leaf.stage(leaf.source).axes]
         return cast | self.gather(split, {leaf.path: cast[leaf.path] for leaf, _ in split})
 
     def gather_all(self, source: Arrays) -> Arrays:
-        """Gather parameters at once, in their stored shape: for steps that keep them over all microbatches.
+        """Gather parameters at once, in their stored shape, for steps that keep them through all microbatches.
 
         Layout:  [D/axes F] -> [D F] in the dtype in use.
         Cost:    one all-gather of every leaf that is split.
-        Memory:  these parameters whole, in the dtype in use.
+        Memory:  these parameters gathered, in the dtype in use.
         """
         return self.to_use([(self.layout.by_path[path], 0) for path in source], source)
 
     def keep_all(self, source: Arrays) -> Arrays:
-        """Bring parameters into stage `kept` at once, for a step that gathers from there in every microbatch.
+        """Bring parameters to stage `kept` at once, for a step that gathers from that stage in every microbatch.
 
         Layout:  [D/axes F] -> [D/kept F] in the dtype in use.
-        Cost:    one all-gather of every leaf, over the devices that stage `kept` does not split it over.
+        Cost:    one all-gather of every leaf, over the devices that do not split it at stage `kept`.
         """
         cast = {path: to_device(x).astype(self.layout.by_path[path].stage("use").dtype) for path, x in source.items()}
         return self.constrain(cast, "kept")
 
     def put(self, values: Arrays, stage: str) -> Arrays:
-        """Bring leaves on the device into the layout of `stage`, and into its memory."""
+        """Bring leaves on the device to the layout and memory of `stage`."""
         constrained = self.constrain(values, stage)
         return {path: to_memory(value, self.layout.by_path[path], stage) for path, value in constrained.items()}
 
 
 def scoped(verb: str, unit: str, move: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:
-    """Name what a movement does in the program that XLA compiles: `jfsdp.gather.layers`. Profiles and plans read it."""
+    """Name the operations of a movement in the compiled program, as `jfsdp.gather.layers`, for profiles and plans."""
     return jax.named_scope(f"{SCOPE}.{verb}.{unit or 'root'}")(move)
 
 
 def _to_source(pairs: Pairs, grads: Arrays) -> Arrays:
-    """Bring gradients into the dtype and memory of what they belong to: a cotangent's type is that of its value."""
+    """Bring gradients to the dtype and memory of their source stage: a cotangent has the type of its value."""
     source = [(leaf, leaf.source) for leaf, _ in pairs]
     return {
         leaf.path: to_memory(grads[leaf.path].astype(leaf.stage(stage).dtype), leaf, stage) for leaf, stage in source
@@ -254,39 +254,39 @@ def _to_source(pairs: Pairs, grads: Arrays) -> Arrays:
 
 
 def unpad_all(pairs: Pairs, values: Mapping[str, Any]) -> Arrays:
-    """Bring leaves of stored shape into their logical shape. Moves no data between devices."""
+    """Bring leaves of stored shape to their logical shape. Moves no data between devices."""
     return {leaf.path: _unpad(values[leaf.path], leaf, sliced) for leaf, sliced in pairs}
 
 
 def pad_all(pairs: Pairs, values: Mapping[str, Any]) -> Arrays:
-    """Bring leaves of logical shape into their stored shape. Moves no data between devices."""
+    """Bring leaves of logical shape to their stored shape. Moves no data between devices."""
     return {leaf.path: _pad(values[leaf.path], leaf, sliced) for leaf, sliced in pairs}
 
 
 def is_on_host(value: jax.Array) -> bool:
-    """Tell whether an array, traced or not, stands in host memory by its type."""
+    """Tell whether an array, traced or not, has a type in host memory."""
     return jax.typeof(value).memory_space == jax.memory.Space.Host
 
 
 def to_device(value: jax.Array) -> jax.Array:
-    """Copy an array to the device if it stands in host memory. Moves no data between devices."""
+    """Copy an array from host memory to the device, if it is there. Moves no data between devices."""
     return jax.device_put(value, jax.memory.Space.Device) if is_on_host(value) else value
 
 
 def to_memory(value: jax.Array, leaf: Leaf, stage: str) -> jax.Array:
-    """Copy a leaf on the device to the memory of a stage. Moves no data between devices."""
+    """Copy a leaf from the device to the memory of a stage. Moves no data between devices."""
     return jax.device_put(value, jax.memory.Space.Host) if leaf.stage(stage).memory == HOST else value
 
 
 def cast_floating(values: Any, dtype: str | None) -> Any:
-    """Cast the floating arrays of a pytree; None casts nothing. Moves no data between devices."""
+    """Cast the floating-point arrays of a pytree; None casts nothing. Moves no data between devices."""
     if dtype is None:
         return values
     return jax.tree.map(lambda x: x.astype(dtype) if is_float(jnp.result_type(x)) else x, values)
 
 
 def num_sliced(leaf: Leaf, ndim: int) -> int:
-    """Return how many leading dims a scan has taken off; they must be layer dims of the layout."""
+    """Return how many leading dims scans have removed; they must be layer dims of the layout."""
     sliced = len(leaf.shape) - ndim
     if leaf.dim is not None and sliced > leaf.dim:
         raise ValueError(
@@ -311,10 +311,10 @@ def _pad(value: jax.Array, leaf: Leaf, sliced: int) -> jax.Array:
 
 
 def pad_leaf(value: jax.Array, leaf: Leaf) -> jax.Array:
-    """Bring a leaf of logical shape into its stored shape; the padding is zeros. Moves no data between devices."""
+    """Bring a leaf of logical shape to its stored shape; the padding is zeros. Moves no data between devices."""
     return _pad(value, leaf, 0)
 
 
 def stored_leaf(value: jax.Array, leaf: Leaf) -> jax.Array:
-    """Bring a leaf as the model makes it into its shape and dtype at rest. Moves no data between devices."""
+    """Bring a leaf from its shape and dtype in the model to those at rest. Moves no data between devices."""
     return pad_leaf(value, leaf).astype(leaf.dtype)

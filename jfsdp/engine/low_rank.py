@@ -1,12 +1,13 @@
 """Compute a unit's call with the low-rank adapters of its weights: `x @ W` as `x @ W + scale * (x @ A) @ B`.
 
 [Note: adapters in a trace]
-The user's code knows of no adapter, so the call is traced as it is and then run with each adapted weight standing for
-three arrays: W, A and B. What only moves or casts a weight does the same to all three (casts, transposes, reshapes,
-stated shardings, calls, scans, remats); a matrix product with it becomes two; anything else that reads it is refused by
-name, since there W alone would be a wrong number. So W gets no derivative at all: the product x^T @ d_y is never
-formed, as it would be of W + A @ B. A function with a custom derivative (`jax.custom_vjp`), such as a loss that
-multiplies by the head in chunks, cannot be opened: it gets the sum W + A @ B, and A and B their parts of its gradient.
+The user's code has no adapters. The call is traced unchanged, and then run with three arrays, W, A and B, in place of
+each adapted weight. Operations that only move or cast a weight apply to all three (casts, transposes, reshapes, stated
+shardings, calls, scans, remats). A matrix product with the weight becomes two. Any other operation that reads it is an
+error that names the weight, since the result from W without its adapter would be wrong. W gets no derivative: the
+product x^T @ d_y is never computed, which W + A @ B would need. A function with a custom derivative
+(`jax.custom_vjp`), such as a loss that multiplies by the head in chunks, cannot be opened: it gets the sum W + A @ B,
+and A and B get their gradients from the gradient of the sum.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B
 from jfsdp.modules.adapted import decode_all, dropout_keys
 from jfsdp.modules.model import UnitRun
 
-# Dims of a weight: of the layers of a stack, those that take the input, those of the output.
+# Kinds of a weight's dims: layers of a stack, input dims, output dims.
 LAYER, IN, OUT = "layer", "in", "out"
-_Run = Callable[[Sequence[Any]], list[Any]]  # an equation on its inputs, arrays all
+_Run = Callable[[Sequence[Any]], list[Any]]  # runs an equation on inputs that are all arrays
 
 
 @functools.partial(
@@ -44,11 +45,11 @@ class _Adapted:
     """A weight with its adapter.
 
     Attributes:
-      weight: [*dims], of the kinds named.
-      a: its layer dims and dims of the input, in its order, and rank.
-      b: its layer dims, rank, and its dims of the output in its order.
-      magnitude: its layer dims and dims of the output; or None.
-      key: its layer dims: what masks of A's input are drawn from; None where there is no dropout.
+      weight: [*dims], whose kinds are `kinds`.
+      a: [*layer dims, *input dims, rank], in the weight's order.
+      b: [*layer dims, rank, *output dims], in the weight's order.
+      magnitude: [*layer dims, *output dims]; None without DoRA.
+      key: [*layer dims], the keys for dropout masks of A's input; None without dropout.
     """
 
     weight: jax.Array
@@ -63,7 +64,7 @@ class _Adapted:
         return [dim for dim, kind in enumerate(self.kinds) if kind in kinds]
 
     def map(self, move: Callable[[jax.Array], jax.Array]) -> _Adapted:
-        """Do the same to all arrays of numbers."""
+        """Apply `move` to all arrays except the key."""
         return dataclasses.replace(jax.tree.map(move, dataclasses.replace(self, key=None)), key=self.key)
 
     def whole(self) -> jax.Array:
@@ -78,15 +79,15 @@ class _Adapted:
 def with_adapters(
     run: UnitRun, adapters: Mapping[str, Adapter], key_of: Callable[[Any], jax.Array | None] = lambda rest: None
 ) -> UnitRun:
-    """Return a unit's call that computes with the adapters of its own weights; see [Note: adapters in a trace].
+    """Return a unit's call that computes with the adapters of its weights; see [Note: adapters in a trace].
 
-    Cost:    two matrix products of `rank` for each of an adapted weight; no communication.
+    Cost:    two matrix products of size `rank` for each product with an adapted weight; no communication.
 
     Args:
-      key_of: from `rest` to the key of dropout, where the call is to drop; see [Note: masks of dropout] in adapted.py.
+      key_of: from `rest` to the key of dropout, if dropout applies; see [Note: masks of dropout] in adapted.py.
 
     Raises:
-      ValueError: when it is traced, for a use of an adapted weight that is no matrix product over the right dims.
+      ValueError: when it is traced, for a use of an adapted weight that is not a matrix product over its input dims.
     """
 
     def call(full: Any, rest: Any) -> Any:
@@ -99,7 +100,7 @@ def with_adapters(
         values = jax.tree.leaves(({**full, **adapted}, rest), is_leaf=_is_adapted)
         outs = _eval(closed.jaxpr, closed.consts, values)
         for out in filter(_is_adapted, outs[: len(jax.tree.leaves(shape[:2]))]):
-            _refuse(out, "hands it out of its unit's call")
+            _refuse(out, "returns it from its unit's call")
         outs = [out.weight if _is_adapted(out) else out for out in outs]
         return jax.tree.unflatten(jax.tree.structure(shape), outs)
 
@@ -107,9 +108,9 @@ def with_adapters(
 
 
 def decoded(run: UnitRun, codecs: Mapping[str, Codec]) -> UnitRun:
-    """Return a unit's call on the values of its weights, where codes are gathered.
+    """Return a unit's call on decoded weights, where codes are gathered.
 
-    Memory:  the values of the unit's weights, while they are used.
+    Memory:  the decoded weights of the unit, while they are used.
     """
     return (lambda full, rest: run(decode_all(codecs, full), rest)) if codecs else run
 
@@ -128,7 +129,7 @@ def _is_adapted(value: Any) -> bool:
 
 
 def _eval(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-    """Run a program on arrays and adapted weights."""
+    """Run a jaxpr on arrays and adapted weights."""
 
     def run(eqn: Any, inputs: list[Any]) -> list[Any]:
         alone = functools.partial(run_alone, jaxpr, eqn)
@@ -138,7 +139,7 @@ def _eval(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]
 
 
 def _eval_adapted(eqn: Any, inputs: Sequence[Any], run: _Run) -> list[Any]:
-    """Run an equation of which some inputs are adapted weights."""
+    """Run an equation with adapted weights among its inputs."""
     name = eqn.primitive.name
     if name == "dot_general":
         return [_dot_general(eqn, inputs, run)]
@@ -148,24 +149,24 @@ def _eval_adapted(eqn: Any, inputs: Sequence[Any], run: _Run) -> list[Any]:
         return run([_summed(x) if _is_adapted(x) else x for x in inputs])
     one = next(x.adapter for x in inputs if _is_adapted(x))
     raise ValueError(
-        f"{one.path}: has an adapter, and the model reads it by {name}: only a matrix "
-        "product can have one; leave this leaf out of the LoRA's targets"
+        f"{one.path}: has an adapter, and the model reads it with {name}: adapters support only matrix "
+        "products; leave this leaf out of the LoRA's targets"
     )
 
 
 def _summed(x: _Adapted) -> jax.Array:
-    """Return the matrix that computes what a weight does with its adapter, for a function with a custom derivative.
+    """Return the sum of a weight and its adapter, for a function with a custom derivative.
 
-    Memory:  the matrix, and its gradient.
+    Memory:  the sum, and its gradient.
     """
     where = "reads it in a function with a custom derivative (jax.custom_vjp)"
     if x.key is not None:
         raise ValueError(
-            f"{x.adapter.path}: has an adapter with dropout, and the model {where}, which has no input of A's to drop; "
-            "give this leaf a LoRA with dropout=0, or leave it out of the targets"
+            f"{x.adapter.path}: has an adapter with dropout, and the model {where}, where dropout cannot be applied to "
+            "A's input; give this leaf a LoRA with dropout=0, or leave it out of the targets"
         )
     if LAYER in x.kinds:
-        _refuse(x, f"{where}, its layer dims included")
+        _refuse(x, f"{where} including its layer dims")
     whole = x.whole()
     if x.magnitude is not None:
         whole *= jnp.expand_dims(_gain(x), x.dims(IN))
@@ -173,7 +174,7 @@ def _summed(x: _Adapted) -> jax.Array:
 
 
 def _same(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """What changes no element: done to all three arrays."""
+    """Apply an operation that changes no element to all three arrays."""
     return [x.map(lambda part: eqn.primitive.bind(part, **eqn.params)) for x in inputs]
 
 
@@ -191,7 +192,7 @@ def _cast(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _stated(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
-    """A sharding that the model states holds for the weight; those of A and B follow from what they meet."""
+    """Apply a sharding constraint to the weight; the shardings of A and B follow from their uses."""
     (x,) = inputs
     return [dataclasses.replace(x, weight=eqn.primitive.bind(x.weight, **eqn.params))]
 
@@ -200,7 +201,7 @@ def _transpose(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     (x,), order = inputs, eqn.params["permutation"]
 
     def move(part: jax.Array, *kinds: str) -> jax.Array:
-        """Reorder a part's dims, which are those of `kinds` in the order of the weight, and rank in its place."""
+        """Reorder a part's dims, the dims of `kinds` in the weight's order, and keep the position of the rank dim."""
         before = x.dims(*kinds)
         after = [before.index(dim) for dim in order if dim in before]
         if part.ndim == len(before):
@@ -222,7 +223,7 @@ def _reshape(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     (x,), new = inputs, tuple(eqn.params["new_sizes"])
     kinds = _kinds_of(x.weight.shape, x.kinds, new)
     if kinds is None or LAYER in (*x.kinds, *kinds):
-        _refuse(x, f"reshapes it from {list(x.weight.shape)} to {list(new)}, across its dims of input and output")
+        _refuse(x, f"reshapes it from {list(x.weight.shape)} to {list(new)}, across its input and output dims")
     ins, outs = ([size for size, kind in zip(new, kinds, strict=True) if kind == which] for which in (IN, OUT))
     magnitude = None if x.magnitude is None else x.magnitude.reshape(outs)
     a, b = x.a.reshape(*ins, -1), x.b.reshape(-1, *outs)
@@ -230,12 +231,12 @@ def _reshape(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _kinds_of(old: Sequence[int], kinds: Sequence[str], new: Sequence[int]) -> tuple[str, ...] | None:
-    """Return the kinds of the dims of a reshaped weight; None where dims of several kinds become one."""
+    """Return the kinds of the dims of a reshaped weight; None if dims of several kinds are merged."""
     found: list[str] = []
     start, sizes = 0, list(new)
     for kind, run in itertools.groupby(zip(kinds, old, strict=True), key=lambda pair: pair[0]):
         wanted, have, first = math.prod(size for _, size in run), 1, start
-        while start < len(sizes) and (have < wanted or start == first):  # a 1 between two kinds is of the second
+        while start < len(sizes) and (have < wanted or start == first):  # a 1 between two kinds belongs to the second
             have *= sizes[start]
             found.append(kind)
             start += 1
@@ -245,7 +246,7 @@ def _kinds_of(old: Sequence[int], kinds: Sequence[str], new: Sequence[int]) -> t
 
 
 def _dot_general(eqn: Any, inputs: Sequence[Any], run: _Run) -> jax.Array:
-    """Compute `x . W` and `x . A . B` over the dims of the input; over those of the output, `x . W^T` likewise."""
+    """Compute `x . W` and `x . A . B` over the input dims, or `x . W^T` and its adapter over the output dims."""
     left, right = inputs
     (contracting, batch), is_left = eqn.params["dimension_numbers"], _is_adapted(left)
     if _is_adapted(left) and _is_adapted(right):
@@ -257,15 +258,15 @@ def _dot_general(eqn: Any, inputs: Sequence[Any], run: _Run) -> jax.Array:
         kinds = ", ".join(f"{size} ({kind})" for size, kind in zip(weight.weight.shape, weight.kinds, strict=True))
         _refuse(
             weight,
-            f"multiplies it over dims {tuple(of_weight)} of [{kinds}], which are neither all dims of its input nor all "
-            "of its output",
+            f"multiplies it over dims {tuple(of_weight)} of [{kinds}], which are neither all input dims nor all "
+            "output dims",
         )
     is_forward = over == {IN}
     if not is_forward and (weight.magnitude is not None or weight.key is not None):
         what = "dropout" if weight.magnitude is None else "DoRA"
-        _refuse(weight, f"multiplies it over the dims of its output, for which {what} is not defined")
+        _refuse(weight, f"multiplies it over its output dims, for which {what} is not defined")
     first, second = (weight.a, weight.b) if is_forward else (weight.b, weight.a)
-    # The parts have the contracted dims in the order of the weight, x in that of the product.
+    # The parts have the contracted dims in the weight's order, x in the order of the product.
     order = [dim for _, dim in sorted(zip(of_weight, of_x, strict=True))]
     places = list(range(len(order))) if is_forward else list(range(1, len(order) + 1))
     seen = x if weight.key is None else _dropped(x, weight.key, weight.adapter.dropout)
@@ -287,18 +288,18 @@ def _dot_general(eqn: Any, inputs: Sequence[Any], run: _Run) -> jax.Array:
         return plain + low
     gain = _gain(weight).astype(plain.dtype)
     gain = gain.reshape(*gain.shape, *[1] * (plain.ndim - free)) if is_left else gain
-    # What DoRA adds sees the dropped input, the weight's own product the whole one, as in its authors' code.
+    # As in the authors' code, DoRA's correction uses the dropped input, the weight's product the input without dropout.
     return gain * (plain + low) if weight.key is None else plain + (gain - 1) * product(seen) + gain * low
 
 
 def _dropped(x: jax.Array, key: jax.Array, dropout: float) -> jax.Array:
-    """Return an input with some elements zero, and the others larger, so that its mean stays."""
+    """Return an input after dropout: some elements are zero, and the others are scaled so that the mean stays."""
     keep = 1 - dropout
     return jnp.where(jax.random.bernoulli(key, keep, x.shape), x / keep, 0).astype(x.dtype)
 
 
 def _gain(x: _Adapted) -> jax.Array:
-    """Return DoRA's factor of each output: its magnitude over the norm of the column, which gets no derivative."""
+    """Return DoRA's factor of each output: its magnitude over the column's norm, which gets no derivative."""
     norms = jax.lax.stop_gradient(jnp.sqrt(jnp.sum(jnp.square(x.whole()), x.dims(IN))))
     assert x.magnitude is not None
     return x.magnitude.astype(jnp.float32) / norms
@@ -329,7 +330,7 @@ def _scan(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     body = functools.partial(_eval, *_opened(eqn.params["jaxpr"]))
     for x in filter(_is_adapted, inputs[num_consts + num_carry :]):
         if x.kinds[0] != LAYER:
-            _refuse(x, "scans over its first dim; if that is a layer dim, make a unit of its module, with stacked=1")
+            _refuse(x, "scans over its first dim; if that is a layer dim, make its module a unit with stacked=1")
 
     def step(carry: Any, xs: Any) -> Any:
         outs = body([*consts, *carry, *map(_without_layer, xs)])
@@ -341,7 +342,7 @@ def _scan(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _without_layer(x: Any) -> Any:
-    """Note that a scan has taken the first dim off the arrays of a weight."""
+    """Drop the first kind of a weight, since a scan has removed the first dim of its arrays."""
     return dataclasses.replace(x, kinds=x.kinds[1:]) if _is_adapted(x) else x
 
 
@@ -355,8 +356,8 @@ def _opened(jaxpr: Any) -> tuple[Any, Sequence[Any]]:
 
 def _refuse(x: _Adapted, what: str) -> NoReturn:
     raise ValueError(
-        f"{x.adapter.path}: has an adapter, and the model {what}; say by targets={{{x.adapter.path!r}: n}} how many of "
-        f"its dims take the input (now {x.adapter.num_in}), or leave this leaf out of the LoRA's targets"
+        f"{x.adapter.path}: has an adapter, and the model {what}; set how many of its dims take the input with "
+        f"targets={{{x.adapter.path!r}: n}} (now {x.adapter.num_in}), or leave this leaf out of the LoRA's targets"
     )
 
 

@@ -1,13 +1,13 @@
-"""Program `manual`: one `shard_map` over the data axes, in which every collective of the list of movements is written.
+"""Program `manual`: a `shard_map` over the data axes that executes every collective of the list of movements.
 
 [Note: cuts in a shard_map]
-The model's axes (`tensor`) are left to XLA there: a value is whole along them, and XLA knows how it is split. XLA does
-not split a collective of ours, though: it would make whole what `tensor` splits, run the collective, and split again.
-So each runs in a `shard_map` of its own over the model's axes, in which a device sees its part alone, and nothing
-crosses them (seen in the HLO of JAX 0.10.2 and 0.12).
-A dim may be cut by `tensor` and split by data axes. `tensor` is major, so that what a gather brings lies in one piece,
-and the outer `shard_map`, which knows the data axes alone, could not name that order. So such a dim passes its border
-as two: [D/(tensor fsdp)] = [tensor D/tensor/fsdp].
+The model axes (`tensor`) are left to XLA in this `shard_map`: a value is whole along them, and XLA knows how it is
+split. XLA does not split our collectives, though: it would gather over `tensor`, run the collective, and split again.
+So each collective runs in another `shard_map` over the model axes, in which a device sees only its part, and nothing
+is sent over these axes (seen in the HLO of JAX 0.10.2 and 0.12).
+A dim may be cut by `tensor` and split by data axes. `tensor` is major, so that a gather returns one contiguous piece.
+The specs of the outer `shard_map` have only data axes and cannot express this order. So such a dim enters and leaves
+it as two dims: [D/(tensor fsdp)] = [tensor D/tensor/fsdp].
 """
 
 from __future__ import annotations
@@ -35,14 +35,15 @@ from jfsdp.layout.precision import is_key
 
 @dataclasses.dataclass(frozen=True)
 class ManualEngine(Engine):
-    """Sees the rows of one device; leaves are shards of their stored shape. Runs by a schedule: see [Note: how a step
-    runs] in engine/driver/run.py.
+    """The engine that sees the rows of one device; leaves are shards of their stored shape.
+
+    It runs by a schedule; see [Note: how a step runs] in engine/driver/run.py.
 
     Attributes:
       deferred: the data axes over which gradients are summed after the last microbatch.
-      auto_axes: the mesh axes that are left to XLA and to what the model states.
+      auto_axes: the mesh axes that are left to XLA and to shardings in the model.
       prefetch: how far gathers run ahead.
-      is_asked: whether the user asked for a schedule, and is told where there is none.
+      is_asked: whether the user requested a schedule, and is warned where it does not apply.
     """
 
     writes_order = True
@@ -56,14 +57,14 @@ class ManualEngine(Engine):
         """Run the root by the schedule; see `Engine.vjp`.
 
         Warns:
-          UserWarning: for units that no schedule reaches, and that gather where they are called.
+          UserWarning: for units outside the schedule, which are gathered where they are called.
         """
         outs, pull, in_place = run(self, self.prefetch, traced, flat, source)
         if in_place and self.is_asked and self.prefetch != Prefetch(0, 0):
             warn(
-                f"units {', '.join(in_place[:4])} are called inside another unit, a nested or reversed loop, a "
-                "vmap, a derivative or a remat of the model's own, where no schedule reaches them: they are gathered "
-                "when they are called, without prefetch; for a remat use jfsdp's own (remat=)"
+                f"units {', '.join(in_place[:4])} are called inside another unit, a nested or reversed loop, a vmap, a "
+                "derivative or a remat of the model's code, and are not scheduled there: they are gathered when they "
+                "are called, without prefetch; for a remat use jfsdp's own (remat=)"
             )
         return outs, pull
 
@@ -76,7 +77,7 @@ class ManualEngine(Engine):
         return found
 
     def _move(self, when: str, leaf: Leaf, sliced: int, value: jax.Array) -> jax.Array:
-        """Do what the list says of a leaf or a buffer."""
+        """Execute the movements of a leaf or a buffer."""
         for move in self._moves.get((leaf.path, when), ()):
             axes = self.layout.axes_on(self.mesh, move.axes)
             if move.kind == movements.GATHER:
@@ -101,9 +102,9 @@ class ManualEngine(Engine):
         return self._by_part(leaf, sliced, collect, value)
 
     def _by_part(self, leaf: Leaf, sliced: int, fn: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
-        """Compute `fn` on what a device has of a leaf; see [Note: cuts in a shard_map].
+        """Compute `fn` on a device's part of a leaf; see [Note: cuts in a shard_map].
 
-        Layout:  [.. D/tensor ..] -> [.. D'/tensor ..] where the leaf is cut; else whole along the model's axes.
+        Layout:  [.. D/tensor ..] -> [.. D'/tensor ..] where the leaf is cut; otherwise whole along the model axes.
         """
         if not self.auto_axes:
             return fn(value)
@@ -117,7 +118,7 @@ class ManualEngine(Engine):
         )
 
     def on_rows(self, compute: Callable[..., T], arrays: Any, specs: T) -> T:
-        """Run on each device by itself, with its part of the weights and its rows of the batch."""
+        """Run on each device separately, with its shards of the weights and its rows of the batch."""
         source, *others = arrays
         leaves = {path: self.layout.by_path[path] for path in source}
         source_specs = {path: _data_spec(leaf, self._names(leaf, leaf.source)) for path, leaf in leaves.items()}
@@ -133,14 +134,14 @@ class ManualEngine(Engine):
         return jax.shard_map(local, mesh=self.mesh, axis_names=axes, check_vma=False, **given)(opened, *others)
 
     def _close(self, leaf: Leaf, value: jax.Array) -> jax.Array:
-        """Bring what has come in into the shape of its leaf. Moves no data between devices."""
+        """Bring an input of the outer `shard_map` to the shape of its leaf. Moves no data between devices."""
         if not _is_doubled(leaf):
             return value
         opened = _open_spec(leaf, leaf.cut_spec(), ())
         return self._over_auto_axes(lambda x: jnp.squeeze(x, leaf.dim), opened, leaf.cut_spec(), value)
 
     def _open(self, leaf: Leaf, value: jax.Array) -> jax.Array:
-        """Bring what goes out into the shape in which it passes. Moves no data between devices."""
+        """Bring a leaf to the shape in which it leaves the outer `shard_map`. Moves no data between devices."""
         if not _is_doubled(leaf):
             return value
         opened = _open_spec(leaf, leaf.cut_spec(), ())
@@ -159,7 +160,7 @@ class ManualEngine(Engine):
         return jax.lax.pmax(value, self._data)
 
     def own_state(self, state: Arrays) -> Arrays:
-        """Return a state whose keys are folded with this device's place along the data axes."""
+        """Return a state whose keys are folded with this device's index along the data axes."""
         index = jax.lax.axis_index(self._data)
 
         def fold(keys: jax.Array) -> jax.Array:
@@ -168,7 +169,7 @@ class ManualEngine(Engine):
         return {name: fold(value) if is_key(value) else value for name, value in state.items()}
 
     def common_state(self, before: Arrays, after: Arrays) -> Arrays:
-        """Return what is the same on all devices: the state afterwards, with the keys as they were."""
+        """Return the state afterwards, which is equal on all devices, with the keys from before."""
         return {name: before[name] if is_key(value) else value for name, value in after.items()}
 
     def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
@@ -179,7 +180,7 @@ class ManualEngine(Engine):
         return jax.ShapeDtypeStruct(shape, whole.dtype)
 
     def finished_spec(self, path: str) -> PartitionSpec:
-        """Return how a gradient stands after `finish`: split further where the last sum is scattered."""
+        """Return the spec of a gradient after `finish`: split further where the last sum is a reduce-scatter."""
         leaf = self.layout.by_path[path]
         split = (*movements.accumulator_axes(leaf, self.deferred), *movements.last_axes(leaf, self.deferred))
         return _data_spec(leaf, self.layout.axes_on(self.mesh, split))
@@ -199,12 +200,12 @@ class ManualEngine(Engine):
         Layout:  [D/axes F] -> [D F]
         Cost:    one all-gather each; (N-1)/N of its bytes received per device.
         """
-        # What is computed from the gathered weights must not be moved before the gather of another unit.
+        # The barrier keeps computations on these weights from moving before another unit's gather.
         here = jax.lax.optimization_barrier(shards)
         return self._move_all(movements.FORWARD, pairs, here)
 
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
-        """Cut whole leaves to what is kept of them. Moves no data between devices."""
+        """Slice whole leaves to their `kept` stage. Moves no data between devices."""
 
         def cut(leaf: Leaf, sliced: int, value: jax.Array) -> jax.Array:
             axes, dim = self._names(leaf, "kept"), (leaf.dim or 0) - sliced
@@ -217,20 +218,20 @@ class ManualEngine(Engine):
         return {leaf.path: self._by_part(leaf, sliced, own[leaf.path], whole[leaf.path]) for leaf, sliced in pairs}
 
     def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
-        """All-gather leaves from what was kept of them."""
+        """All-gather leaves from their `kept` stage."""
         return self._move_all(movements.BACKWARD, pairs, kept)
 
     def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
         """Sum whole gradients, of logical shape, over the axes that are not deferred.
 
-        Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}, that of their accumulator
+        Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced deferred}, the accumulator's layout
         Dtype:   summed in `reduce_dtype`, returned in the accumulator's.
-        Cost:    one reduce-scatter each; an all-reduce over the axes that split nothing.
+        Cost:    one reduce-scatter each; an all-reduce over axes that do not split the accumulator.
         """
         return self._sum_all(pairs, pad_all(pairs, grads))
 
     def reduce_later(self, grads: Arrays) -> Arrays:
-        """Sum gradients of stored shape, that several microbatches have added to, as `reduce_whole` does of each."""
+        """Sum gradients of stored shape, accumulated over several microbatches, as `reduce_whole`."""
         return self._sum_all([(self.layout.by_path[path], 0) for path in grads], grads)
 
     def _sum_all(self, pairs: Pairs, grads: Arrays) -> Arrays:
@@ -238,14 +239,14 @@ class ManualEngine(Engine):
         return {leaf.path: summed[leaf.path].astype(leaf.stage("grad").dtype) for leaf, _ in pairs}
 
     def constrain(self, values: Arrays, stage: str) -> Arrays:
-        """Leave values as they are: inside a `shard_map` a layout is a fact."""
+        """Return the values: inside a `shard_map` they are already in their layout."""
         del stage
         return values
 
     def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
-        """Sum gradients over the axes that split their source, into its layout, where no schedule reaches a call.
+        """Sum gradients over the axes of their source stage, for a call outside the schedule.
 
-        A derivative has the shape of its value: over all other axes `finish_in_place` sums.
+        A cotangent has the shape of its value, so `finish_in_place` sums over all other axes.
 
         Layout:  [D F]{unreduced data} -> [D/axes F]{unreduced other axes}
         Cost:    one reduce-scatter each.
@@ -258,7 +259,7 @@ class ManualEngine(Engine):
         return move_together(self.layout, pairs, grads, scatter)
 
     def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
-        """Bring a gradient from what a unit's own derivative gives to what its accumulator adds."""
+        """Bring a gradient from the derivative of a unit's call to the layout and dtype of its accumulator."""
         leaf = self.layout.by_path[path]
         done, held = leaf.stage(leaf.source).axes, movements.accumulator_axes(leaf, self.deferred)
         grad = to_device(grad).astype(self.layout.reduce_dtype(leaf))
@@ -271,7 +272,7 @@ class ManualEngine(Engine):
         grad = grad.astype(leaf.stage("grad").dtype)
         if set(done) <= set(held):
             return grad
-        # The accumulator is whole until the last microbatch: what is summed already stands in one device's part of it.
+        # The accumulator is whole until the last microbatch; a gradient that is already scattered fills one part of it.
 
         def fill(grad: jax.Array) -> jax.Array:
             assert leaf.dim is not None, path
@@ -281,7 +282,7 @@ class ManualEngine(Engine):
         return self._by_part(leaf, 0, fill, grad)
 
     def _names(self, leaf: Leaf, stage: str) -> tuple[str, ...]:
-        """Return the axes of the mesh that split a stage."""
+        """Return the mesh axes that split a stage."""
         return () if leaf.dim is None else self.layout.stage_axes_on(self.mesh, leaf.stage(stage))
 
 
@@ -291,7 +292,7 @@ def _is_doubled(leaf: Leaf) -> bool:
 
 
 def _open_shape(leaf: Leaf) -> tuple[int, ...]:
-    """Return the shape in which a leaf as it is stored passes the border of the outer `shard_map`."""
+    """Return the shape in which a stored leaf enters and leaves the outer `shard_map`."""
     if not _is_doubled(leaf):
         return leaf.stored_shape
     shape, dim = leaf.stored_shape, leaf.dim or 0
@@ -300,13 +301,12 @@ def _open_shape(leaf: Leaf) -> tuple[int, ...]:
 
 
 def _data_spec(leaf: Leaf, axes: tuple[str, ...]) -> PartitionSpec:
-    """Return how data axes split a leaf in that shape."""
+    """Return the spec of a leaf in that shape, split by data axes."""
     return _open_spec(leaf, [None] * len(leaf.shape), axes)
 
 
 def _open_spec(leaf: Leaf, entries: Any, axes: tuple[str, ...]) -> PartitionSpec:
-    """Return the spec of a leaf in that shape: of its dims as `entries` says, and `axes` of what is left of its split
-    dim."""
+    """Return the spec of a leaf in that shape: `entries` for its dims, and `axes` for the rest of its split dim."""
     if leaf.dim is None:
         return PartitionSpec(*entries)
     dim = leaf.dim

@@ -1,12 +1,12 @@
-"""What each leaf moves in a step: which collective, over which axes, in which dtype, how often.
+"""The movements of each leaf in a step: which collective, over which axes, in which dtype, how often.
 
 [Note: one list]
-The manual program executes this list for every call that its schedule reaches, and whoever counts bytes reads it:
-theory, ledger, audit. A gradient is summed over every data axis, once. (A call that no schedule reaches has a
-derivative of its own, which sums over the same axes in two steps: `finish_in_place`.) Of the two programs only
-`manual` can leave axes for after the last microbatch (`deferred_axes`); what `xla` is expected to move is the same list
-without that, each sum over all axes at once. Not in the list, since XLA makes them of what the user states: what an
-optimizer moves whose update mixes the elements of a leaf, and activations.
+The manual program executes this list for every scheduled call. Theory, ledger and audit count its bytes. A gradient is
+summed over every data axis once. (The derivative of a call outside the schedule sums over the same axes in two steps;
+see `finish_in_place`.) Only program `manual` can defer axes until after the last microbatch (`deferred_axes`). The
+expected movements of `xla` are the same list with each sum over all axes at once. Two movements are not in the list,
+since XLA derives them from what the user states: movements of an optimizer whose update mixes the elements of a leaf,
+and activations.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jfsdp.layout.precision import item_bytes
 
 GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
 
-# When a leaf moves: before the first microbatch; around each call of its unit; after the last one; in the update.
+# When a leaf moves: before the first microbatch; around each call of its unit; after the last; in the update.
 STEP, FORWARD, BACKWARD, CALL, LAST, UPDATE = "step", "forward", "backward", "call", "last", "update"
 
 
@@ -37,11 +37,11 @@ class Move:
       when: STEP, FORWARD and BACKWARD (gathers), CALL and LAST (sums of gradients), UPDATE (of new shards).
       kind: the collective.
       axes: the axes of the layout that it runs over, major to minor.
-      dtype: on the wire.
-      group_size: devices of a group; fewer than the axes have where only neighbours take part (hpZ).
+      dtype: the dtype in which it is sent.
+      group_size: devices of a group; less than the size of the axes if only neighbours take part (hpZ).
       pieces: the gathered (or not yet summed) array is one of this many pieces of the leaf.
-      times: how often it runs per step; of layers of a stack a fraction, where not all move as often.
-      stage: of a gather, what is gathered.
+      times: how often it runs per step; a fraction if the layers of a stack do not all move as often.
+      stage: the stage that a gather reads.
     """
 
     leaf: Leaf
@@ -68,10 +68,10 @@ class Move:
 
 
 def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
-    """Return what a device sends for a value of `full_bytes` (gathered or unreduced).
+    """Return the bytes that a device sends for a value of `full_bytes` (gathered or unreduced).
 
-    All-gather, reduce-scatter and all-to-all (N-1)/N of it, an all-reduce twice that (a reduce-scatter and an
-    all-gather), the others all of it.
+    All-gather, reduce-scatter and all-to-all send (N-1)/N of it, an all-reduce twice that (a reduce-scatter and an
+    all-gather), other collectives all of it.
     """
     share = (group_size - 1) / group_size if group_size else 0.0
     if kind in (GATHER, SCATTER, "all-to-all", "ragged-all-to-all"):
@@ -80,20 +80,20 @@ def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
 
 
 def movements(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = None) -> tuple[Move, ...]:
-    """Return every movement of every leaf (or buffer) in a step, those of the update last.
+    """Return every movement of every leaf (or buffer) in a step, in the order of the leaves; the update's come last.
 
-    What is not in the stages of a pipeline is gathered once per step, and its gradient summed once.
+    In a pipeline, leaves outside the stages are gathered once per step, and their gradients summed once.
 
     Args:
-      calls: how often a unit is called per microbatch, by its name; 1 where it is not named.
+      calls: by unit, the number of calls per microbatch; 1 for other units.
 
     Raises:
-      ValueError: for a unit in `calls` that the layout does not have.
+      ValueError: for a unit in `calls` that is not in the layout.
     """
     names = [unit.name for unit in layout.units]
     if unknown := [name for name in calls or {} if name not in names]:
         raise ValueError(f"calls: unit {unknown[0]!r} is unknown; the units are {', '.join(map(repr, names))}")
-    in_one = spec.program == XLA  # it sees the rows of all devices: no axis can wait, and no group is summed first
+    in_one = spec.program == XLA  # it sees the rows of all devices: no axis can be deferred, no group summed first
     running, found = layout.gathered(spec.gathered).gathered(layout.kept_in_pipeline, "kept"), []
     staged = _times_of_stages(running, spec.passes or default_passes(layout, spec.accumulate))
     for leaf, now in zip(layout.moved, running.moved, strict=True):
@@ -112,13 +112,13 @@ def movements(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = 
 
 
 def default_passes(layout: Layout, accumulate: int) -> Passes:
-    """Return those of a schedule without parts that has no more ticks than it must."""
+    """Return the passes of a schedule without repeats and with the minimum number of ticks."""
     ticks = accumulate + layout.num_stages - 1
     return Passes(ticks, ticks)
 
 
 def _times_of_stages(layout: Layout, passes: Passes) -> dict[str, dict[str, Fraction]]:
-    """Return by unit of a pipeline's stages how often its leaves move."""
+    """Return how often the leaves of each unit in the pipeline's stages move, by unit."""
     leaves = [leaf for leaf in layout.leaves if leaf.is_staged]
     units = list(dict.fromkeys(leaf.unit for leaf in leaves))
     layers = {leaf.unit: leaf.shape[0] // layout.num_stages for leaf in leaves}
@@ -130,10 +130,10 @@ def _times_of_stages(layout: Layout, passes: Passes) -> dict[str, dict[str, Frac
 
 
 def _times(passes: Passes, unit: str, layers: int, calls: StageCalls) -> dict[str, Fraction]:
-    """Return how often a leaf of a unit of a stage moves in a step: gathered forward and backward, and summed.
+    """Return how often a leaf of a stage's unit moves in a step: gathered forward and backward, and summed.
 
     Args:
-      layers: of a stage.
+      layers: the number of layers in a stage.
     """
     is_first, is_last, is_left = (calls.stay and unit == end for end in (calls.first, calls.last, calls.left))
     own, is_silent = Fraction(layers, passes.repeats), unit in calls.silent
@@ -141,18 +141,18 @@ def _times(passes: Passes, unit: str, layers: int, calls: StageCalls) -> dict[st
     gathered = {
         FORWARD: passes.forward * (own - is_first) + is_first,
         BACKWARD: passes.backward * max(own - is_first - is_last, 0) + again,
-        CALL: passes.backward * own + is_left,  # the first backward finds zeros left
+        CALL: passes.backward * own + is_left,  # the first backward reduces zeros
     }
     return {when: Fraction(num * (when == FORWARD or not is_silent), layers) for when, num in gathered.items()}
 
 
 def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bool = False) -> Iterator[Move]:
-    """Yield what a leaf moves in one microbatch with one call of its unit, and after the last.
+    """Yield the movements of a leaf in one microbatch with one call of its unit, and after the last microbatch.
 
     Args:
-      deferred: the axes that wait for the last microbatch.
-      in_one: sum over all axes at once; else first within the group that shares a copy, so that between groups only
-        shards travel.
+      deferred: the axes over which gradients are summed after the last microbatch.
+      in_one: sum over all axes at once. Otherwise gradients are summed within the group that shares a copy first, so
+        that only shards are sent between groups.
     """
     reshard = layout.policy(leaf.unit).reshard_after_forward
     yield from _gather(layout, leaf, leaf.source, FORWARD)
@@ -171,10 +171,10 @@ def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bo
 def deferred_axes(layout: Layout, *, accumulate: int, once: bool, repeats: bool = False) -> tuple[str, ...]:
     """Return the data axes over which the manual program sums after the last microbatch only.
 
-    Those are all where the microbatches share one reduction; else those between replicas. They
-    do not wait where each unit's gradient is summed once: then that sum is on the wire while the backward of the next
-    unit computes. It is summed once in one microbatch without stages, if no unit is called again (`repeats`). Where any
-    sum is scattered, to an `opt` that these axes split, they wait too.
+    If the microbatches share one reduction (`once`), these are all data axes. Otherwise they are the axes between
+    replicas, if gradients are summed more than once per step: with several microbatches, pipeline stages, or units
+    that are called again (`repeats`). A sum that runs only once is not deferred, so that it overlaps with the backward
+    of the next unit. An axis by which `opt` is split further is always deferred.
     """
     if once and accumulate > 1:
         return layout.data_axes
@@ -184,18 +184,18 @@ def deferred_axes(layout: Layout, *, accumulate: int, once: bool, repeats: bool 
 
 
 def group_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the data axes over which what is gathered and accumulators are repeated while another axis splits some."""
+    """Return the data axes over which gathered weights and accumulators are replicated; none if no axis splits them."""
     used = {axis for leaf in layout.leaves for name in (leaf.source, "grad") for axis in _axes(leaf, name)}
     return tuple(axis for axis in layout.data_axes if axis not in used) if used else ()
 
 
 def accumulator_axes(leaf: Leaf, deferred: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the axes that split a leaf's accumulator until the deferred ones are summed over."""
+    """Return the axes that split a leaf's accumulator until the deferred axes are summed over."""
     return tuple(axis for axis in _axes(leaf, "grad") if axis not in deferred)
 
 
 def last_axes(leaf: Leaf, deferred: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the deferred axes over which the last sum is scattered: those by which `opt` is split further."""
+    """Return the deferred axes over which the last sum is a reduce-scatter: the axes that further split `opt`."""
     opt, done = _axes(leaf, "opt"), accumulator_axes(leaf, deferred)
     further = tuple(axis for axis in opt if axis not in done)
     return further if opt == (*done, *further) and set(further) <= set(deferred) else ()
@@ -213,7 +213,7 @@ def _gather(layout: Layout, leaf: Leaf, stage: str, when: str) -> Iterator[Move]
 
 
 def _keep(layout: Layout, leaf: Leaf) -> Iterator[Move]:
-    """Yield the gather from rest to stage `kept`, over the devices that the second does not split the leaf over."""
+    """Yield the gather from rest to stage `kept`, over the devices that do not split the leaf at `kept`."""
     parts = layout.num_parts(leaf.stage("kept")) if _axes(leaf, "kept") else 1
     size = (layout.num_parts(leaf.stage(leaf.source)) if _axes(leaf, leaf.source) else 1) // parts
     if size > 1:
@@ -225,8 +225,7 @@ def _keep(layout: Layout, leaf: Leaf) -> Iterator[Move]:
 def _sum(
     layout: Layout, leaf: Leaf, when: str, axes: Collection[str], split: Collection[str], pieces: int
 ) -> Iterator[Move]:
-    """Yield a sum over `axes`: a reduce-scatter over those of `split`, which are among them; an all-reduce over the
-    others."""
+    """Yield a sum over `axes`: a reduce-scatter over the axes in `split`, an all-reduce over the others."""
     assert set(split) <= set(axes), f"{split} of {axes}"
     dtype, parts = layout.reduce_dtype(leaf), layout.num_shards(split)
     rest = tuple(axis for axis in axes if axis not in split)
@@ -237,7 +236,7 @@ def _sum(
 
 
 def _updates(layout: Layout, leaf: Leaf) -> Iterator[Move]:
-    """Yield the gather of updated shards, where what is at rest is split less than the optimizer."""
+    """Yield the gather of updated shards, if the leaf is split less finely at rest than in the optimizer."""
     source = _axes(leaf, leaf.source)
     rest = tuple(axis for axis in _axes(leaf, "opt") if axis not in source)
     if layout.num_shards(rest) > 1:

@@ -1,4 +1,4 @@
-"""All that is decided about a step before it is compiled, as data."""
+"""All decisions about a step before it is compiled, as data."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ XLA, MANUAL = "xla", "manual"
 
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
-    """All that is decided about a step before it is compiled; `step.resolve` makes it.
+    """All decisions about a step before it is compiled; `step.resolve` makes it.
 
     Attributes:
       program: "xla" or "manual".
-      reason: why, in words.
+      reason: why this program, as text.
       prefetch: how far its gathers run ahead; None: XLA orders them.
       accumulate: the number of microbatches.
       deferred: the data axes over which gradients are summed after the last microbatch only.
-      gathered: the units that are gathered before the first microbatch and kept to the last.
-      schedule: of a pipeline; None: there is none.
-      passes: of a pipeline, how often its stages go through their layers.
-      auto_axes: the mesh axes over which the model states shardings of its own: left to XLA.
-      adds_up: whether the loss of all rows is the sum of those of the microbatches.
+      gathered: the units that are gathered before the first microbatch and stay gathered through the last.
+      schedule: the pipeline's schedule; None without a pipeline.
+      passes: how often the pipeline's stages run through their layers.
+      auto_axes: the mesh axes over which the model states shardings: left to XLA.
+      adds_up: whether the loss of all rows is the sum of the microbatches' losses.
     """
 
     program: str = MANUAL

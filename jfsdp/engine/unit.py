@@ -1,11 +1,11 @@
-"""One unit's life in a step: gather, compute, free; gather again, differentiate, reduce.
+"""One unit in a step: gather, compute, free; gather again, differentiate, reduce.
 
 [Note: what a unit saves]
-A unit is differentiated here and not by JAX's own rules, so that what stands between forward and backward is decided in
-one place. The forward is linearized under the unit's remat policy, and each residual is sorted by what it depends on:
-values that depend on an activation are kept; the gathered weights, and every value computed from weights alone (a cast,
-a reshape, a transpose), are dropped and computed anew in the backward from the shards. `jax.checkpoint` alone cannot do
-this: a policy sees primitives and not what they depend on, so a reshaped gathered weight is saved at full size.
+Units are differentiated here and not by JAX's rules, so that one place decides what is kept between forward and
+backward. The forward is linearized under the unit's remat policy, and each residual is sorted by its dependencies.
+Values that depend on an activation are kept. The gathered weights, and every value computed only from weights (a cast,
+a reshape, a transpose), are dropped and recomputed from the shards in the backward. `jax.checkpoint` cannot do this: a
+policy sees primitives and not their dependencies, so a reshaped gathered weight is saved at full size.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ class Movement:
     """How the weights of a unit move.
 
     Attributes:
-      gather: shards into full weights.
-      reduce: full gradients of the trainable weights into shards.
-      keep: full weights into what is kept of them between forward and backward; None keeps nothing.
-      regather: what was kept into full weights.
+      gather: from shards to full weights.
+      reduce: from full gradients of the trainable weights to shards.
+      keep: from full weights to the arrays that are kept between forward and backward; None keeps nothing.
+      regather: from the kept arrays to full weights.
       trainable: the names of the weights that get a gradient.
-      remat: what else the unit saves.
+      remat: which other values the unit saves.
     """
 
     gather: Callable[[Arrays], Arrays]
@@ -49,13 +49,13 @@ class Movement:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Traced:
-    """A unit's call as a program: `outs = program(*flat, *weights)`, all in one list.
+    """A unit's call as a program, `outs = program(*flat, *weights)`, with inputs and outputs as flat lists.
 
     Attributes:
       jaxpr: without constants; its inputs are `flat`, then the weights by name.
-      tree: of what the call returns.
-      num_flat: how many inputs are no weights.
-      names: of each input, the name that its parameter has in the call; "" for what is none.
+      tree: the tree structure of the outputs.
+      num_flat: the number of inputs before the weights.
+      names: the parameter name of each input in the call; "" for an input that is not a parameter.
       written: the parameters that the call writes.
     """
 
@@ -71,14 +71,14 @@ class Traced:
 
 
 def trace_unit(run: Callable[[Arrays, Any], Any], full: Any, rest: Any) -> tuple[Traced, list[Any]]:
-    """Trace a unit's call; return it with what it is to run on besides the weights.
+    """Trace a unit's call; return the trace and its inputs other than the weights.
 
     Args:
-      run: a pure function of its two arguments and of what it closes over; returns its output, the state afterwards,
-        and by name the parameters that look written to. A transform such as nnx.remat hands back as new values what it
-        was given: so these are traced to where they come from.
+      run: a pure function of its two arguments and of values that it closes over. Returns its output, the state
+        afterwards, and by name the parameters that may have been written. A transform such as nnx.remat returns its
+        inputs as new values, so these parameters are traced to their origin.
       full: shapes and dtypes of the gathered weights.
-      rest: everything else it reads; a pytree of arrays, with the weights of inner units as `rest["params"]`.
+      rest: all other inputs; a pytree of arrays, with the weights of inner units as `rest["params"]`.
     """
     closed, shape = jax.make_jaxpr(lambda rest, full: run(full, rest), return_shape=True)(rest, full)
     inner, flat = closed.jaxpr, [*closed.consts, *jax.tree.leaves(rest)]
@@ -97,14 +97,14 @@ def trace_unit(run: Callable[[Arrays, Any], Any], full: Any, rest: Any) -> tuple
 def call_traced(traced: Traced, shards: Arrays, flat: Sequence[Any], movement: Movement) -> list[Any]:
     """Compute a traced call on `gather(shards)` so that its derivative gathers again and reduces into shards.
 
-    Layout:  whatever `movement.gather` and `movement.reduce` say.
-    Cost:    one gather forward; backward one reduction of what is trainable and, if the unit is resharded, one more
-             gather (from what was kept, where some of it was).
-    Memory:  the gathered weights while the unit computes; between forward and backward the unit's inputs and what its
-             remat policy saves, and what `movement.keep` leaves of the gathered weights.
+    Layout:  as `movement.gather` and `movement.reduce`.
+    Cost:    one gather forward; backward one reduction of the trainable weights and, if the unit is resharded, one more
+             gather (from the kept arrays, if some are kept).
+    Memory:  the gathered weights while the unit computes; between forward and backward the unit's inputs, the values
+             that its remat policy saves, and the output of `movement.keep`.
 
     Args:
-      traced, flat: as `trace_unit` returns them.
+      traced, flat: from `trace_unit`.
       shards: the unit's weights at rest.
     """
     is_diff = [is_inexact(value) for value in flat]
@@ -122,13 +122,13 @@ def is_inexact(value: Any) -> bool:
 
 
 def weave(mask: Sequence[bool], yes: Sequence[Any], no: Sequence[Any]) -> list[Any]:
-    """Put together what `part` has parted."""
+    """Merge two lists by a mask; the inverse of `part`."""
     yes_values, no_values = iter(yes), iter(no)
     return [next(yes_values) if flag else next(no_values) for flag in mask]
 
 
 def part(mask: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Part values by a mask."""
+    """Split values into two lists by a mask."""
     pairs = list(zip(mask, values, strict=True))
     return [value for flag, value in pairs if flag], [value for flag, value in pairs if not flag]
 
@@ -157,22 +157,22 @@ def apply_remat(compute: Callable[..., Any], remat: Remat) -> Callable[..., Any]
 
 
 def _saves_products(primitive: Any, *values: Any, **params: Any) -> bool:
-    """Save matrix products without batch dims, and what a fused attention gives: its result and its statistics."""
+    """Save matrix products without batch dims, and the result and statistics of a fused attention."""
     is_product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *values, **params)
     return is_product or primitive.name in FUSED_ATTENTION
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Linear:
-    """A computation and its derivative, with what stands between them sorted; see [Note: what a unit saves].
+    """A computation and its derivative, with sorted residuals; see [Note: what a unit saves].
 
     Attributes:
-      jaxpr: full weights, `diff` and `other` to outputs, then residuals.
+      jaxpr: from full weights, `diff` and `other` to outputs and residuals.
       consts: values of its constants.
       num_weights: how many of its inputs are weights.
-      num_out: how many of its outputs are no residuals.
-      tree: how residuals make the function that takes cotangents.
-      kinds: of each residual: "saved", "weights" if it depends on weights alone, "fixed" if on fixed inputs alone.
+      num_out: how many of its outputs are not residuals.
+      tree: the tree structure of the function from cotangents to gradients, whose leaves are the residuals.
+      kinds: of each residual: "saved"; "weights" if it depends only on weights; "fixed" if only on fixed inputs.
     """
 
     jaxpr: Any
@@ -183,14 +183,14 @@ class Linear:
     kinds: tuple[str, ...]
 
     def forward(self, full: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        """Compute the outputs, and what the derivative is to find saved."""
+        """Return the outputs, and the residuals to save for the derivative."""
         inputs = [*jax.tree.leaves(full), *diff, *other]
         results = core.eval_jaxpr(self.jaxpr, self.consts, *inputs)
         residuals = zip(results[self.num_out :], self.kinds, strict=True)
         return results[: self.num_out], [value for value, kind in residuals if kind == "saved"]
 
     def fixed(self, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-        """Compute the residuals that are the same in every call; inputs that are not fixed may be None."""
+        """Compute the residuals that are equal in every call; inputs that are not fixed may be None."""
         return self._part("fixed", [None] * self.num_weights + [*diff, *other])
 
     def backward(
@@ -204,7 +204,7 @@ class Linear:
         return jax.tree.unflatten(self.tree, leaves)(cotangents)
 
     def _part(self, kind: str, inputs: Sequence[Any]) -> list[Any]:
-        """Compute the residuals of one kind; nothing that is left reads the inputs that are None."""
+        """Compute the residuals of one kind; inputs that these do not depend on may be None."""
         wanted = [False] * self.num_out + [other == kind for other in self.kinds]
         pairs = zip(self.jaxpr.invars, inputs, strict=True)
         values = [_zeros_like(var.aval) if value is None else value for var, value in pairs]
@@ -225,9 +225,9 @@ def linearize(
 
     Args:
       compute: `f(weights, diff, other) -> outputs`.
-      full, diff, other: arrays, or shapes and dtypes; the derivative is with respect to `diff` and the trainable of
-        `full`.
-      is_fixed: which of `diff` and `other` are the same in every call; None: no calls share anything.
+      full, diff, other: arrays, or shapes and dtypes; the derivative is with respect to `diff` and the trainable
+        weights of `full`.
+      is_fixed: which of `diff` and `other` are equal in every call; None: none.
       is_live: which outputs have cotangents; None: all.
     """
     num_out, tree = 0, None

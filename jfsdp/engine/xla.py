@@ -1,9 +1,9 @@
-"""Program `xla`: layouts are stated on a mesh with `Auto` axes, and XLA inserts the collectives.
+"""Program `xla`: sharding constraints on a mesh with `Auto` axes, for which XLA inserts the collectives.
 
 [Note: low precision on the wire]
-The *sharded* layout of the cast value is stated first, then a barrier, then the whole one. Without both, XLA gathers
+The *sharded* layout of the cast value is stated first, then a barrier, then the whole layout. Without both, XLA gathers
 41 % of the bytes of Llama-3-8B in the master's float32 and casts afterwards. Under the derivative of `engine/unit.py`
-either one of the two was enough on JAX 0.10.2 and 0.12.0; neither is a documented behaviour, so both stand.
+either one of the two was enough on JAX 0.10.2 and 0.12.0. Neither behaviour is documented, so both are used.
 docs/log.md has the counts.
 """
 
@@ -26,10 +26,10 @@ from jfsdp.layout.mesh import data_axes
 
 @dataclasses.dataclass(frozen=True)
 class XlaEngine(Engine):
-    """Gathers and reduces by stating layouts; sees the rows of all devices together."""
+    """The engine that gathers and reduces by sharding constraints; it sees the rows of all devices together."""
 
     def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
-        """Run the root unit item by item, each gathered when it is called; see `Engine.vjp`."""
+        """Run the root unit, gathering each unit when it is called; see `Engine.vjp`."""
         outs, pull, _ = run(self, Prefetch(0, 0), traced, flat, source)
         return outs, pull
 
@@ -39,15 +39,15 @@ class XlaEngine(Engine):
         return compute(*arrays)
 
     def sum_rows(self, value: jax.Array) -> jax.Array:
-        """Return the value: it is that of all rows."""
+        """Return the value, which is already the sum over all rows."""
         return value
 
     def max_rows(self, value: jax.Array) -> jax.Array:
-        """Return the value: it is that of all rows."""
+        """Return the value, which is already the maximum over all rows."""
         return value
 
     def own_state(self, state: Arrays) -> Arrays:
-        """Return the state: its keys are those of all rows."""
+        """Return the state, whose keys are already for all rows."""
         return state
 
     def common_state(self, before: Arrays, after: Arrays) -> Arrays:
@@ -56,17 +56,17 @@ class XlaEngine(Engine):
         return after
 
     def finished_spec(self, path: str) -> PartitionSpec:
-        """Return any spec: `on_rows` asks for none."""
+        """Return any spec; `on_rows` does not use it."""
         del path
         return PartitionSpec()
 
     def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
-        """Return the gradients: every microbatch is summed over all axes."""
+        """Return the gradients, since every microbatch is summed over all axes."""
         del weight
         return grads
 
     def split_rows(self, batch: Any, num: int) -> Any:
-        """Cut a batch into microbatches, dim 1 split over the data axes; see `Engine.split_rows`."""
+        """Split a batch into microbatches, with dim 1 sharded over the data axes; see `Engine.split_rows`."""
         sharding = NamedSharding(self.mesh, PartitionSpec(None, data_axes(self.mesh)))
         state = lambda x: jax.lax.with_sharding_constraint(x, sharding) if x.ndim > 1 else x  # noqa: E731
         return jax.tree.map(state, super().split_rows(batch, num))
@@ -78,20 +78,20 @@ class XlaEngine(Engine):
         return {leaf.path: self._constrain(stated[leaf.path], leaf, "use", sliced) for leaf, sliced in pairs}
 
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
-        """Cut whole leaves to what is kept of them between forward and backward. Moves no data between devices."""
+        """Slice whole leaves to their `kept` stage. Moves no data between devices."""
         return {leaf.path: self._constrain(whole[leaf.path], leaf, "kept", sliced) for leaf, sliced in pairs}
 
     def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
-        """All-gather leaves from what was kept of them."""
+        """All-gather leaves from their `kept` stage."""
         return {leaf.path: self._constrain(kept[leaf.path], leaf, "use", sliced) for leaf, sliced in pairs}
 
     def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
         """Sum gradients over the data axes into the layout of their accumulator.
 
-        For matrices the whole layout is stated first, else XLA may move activations instead of gradients (it turned the
-        scatter-add of an embedding's gradient into an all-to-all). Vectors go without: a norm's scale is summed in
-        float32 and then cast, and between two statements that cast would keep the all-reduce from becoming a
-        reduce-scatter.
+        For matrices the whole layout is stated first; otherwise XLA may move activations instead of gradients (it
+        turned the scatter-add of an embedding's gradient into an all-to-all). Vectors are not constrained first: a
+        norm's scale is summed in float32 and then cast, and a cast between two constraints would keep the all-reduce
+        from becoming a reduce-scatter.
         """
         reduced = {}
         for leaf, sliced in pairs:
@@ -107,12 +107,12 @@ class XlaEngine(Engine):
         return {leaf.path: reduced[leaf.path].astype(leaf.stage("grad").dtype) for leaf, _ in pairs}
 
     def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
-        """Return what a unit's own derivative gives, in dtype and layout of its accumulator."""
+        """Bring a gradient from the derivative of a unit's call to the dtype and layout of its accumulator."""
         leaf = self.layout.by_path[path]
         return self._constrain(to_device(grad).astype(leaf.stage("grad").dtype), leaf, "grad", 0)
 
     def constrain(self, values: Arrays, stage: str) -> Arrays:
-        """State the layout of leaves as they are stored: `stage` of each. XLA inserts what it takes to get there."""
+        """Constrain stored leaves to their layout at `stage`; XLA inserts the collectives for it."""
         return {path: self._constrain(value, self.layout.by_path[path], stage, 0) for path, value in values.items()}
 
     def _constrain(self, value: jax.Array, leaf: Leaf, stage: str, sliced: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The backward of a step of either program; see [Note: how a step runs] in run.py."""
+"""The backward of a step; see [Note: how a step runs] in run.py."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Cotangents = dict[Any, Any]
 
 
 class Waiting(NamedTuple):
-    """Gradients of one call that wait to be reduced: of which unit, with how many layer dims sliced, and iteration."""
+    """Gradients of one call that wait for reduction: its unit, the number of removed layer dims, its iteration."""
 
     unit: str
     sliced: dict[str, int]
@@ -30,7 +30,7 @@ class Waiting(NamedTuple):
 
 
 class Landed(NamedTuple):
-    """A reduced gradient that is still to be added to the sums; fields as in `Waiting`."""
+    """A reduced gradient that is not yet added to the sums; fields as in `Waiting`."""
 
     path: str
     sliced: int
@@ -39,32 +39,32 @@ class Landed(NamedTuple):
 
 
 class Sums:
-    """Reduced gradients by name, and those under way.
+    """Reduced gradients by name, and gradients in flight.
 
-    The gradient of a call is reduced while the next one computes, and added to the sums while the one after that does:
-    so no computation that needs the result keeps XLA (0.12) from hiding the reduction. A loop of a program that sees
-    all rows reduces and adds each gradient where it arises: its carry cannot hold what is not summed yet.
+    A call's gradient is reduced while the next call computes, and added to the sums during the one after that. So no
+    computation that needs the result keeps XLA (0.12) from overlapping the reduction. In a loop of a program that sees
+    all rows, each gradient is reduced and added immediately: the loop's carry cannot contain unreduced gradients.
 
     Attributes:
-      waiting: of at most one call, besides the root's: what is to be reduced next.
-      landed: what is to be added next.
-      reduced: in the layout of the accumulator; gradients of a loop's weights stacked.
+      waiting: gradients to reduce next, of at most one call and the root.
+      landed: reduced gradients to add next.
+      reduced: sums in the layout of the accumulator; gradients of a loop's weights are stacked.
     """
 
     def __init__(self, engine: Engine, sums: Arrays | None):
         self.engine, self.layout = engine, engine.layout
         self.waiting: list[Waiting] = []
         self.landed: list[Landed] = []
-        # Those of the microbatches before, to which slices are added in place: no second accumulator is filled.
+        # Sums of previous microbatches. Slices are added in place, so no second accumulator is allocated.
         self.reduced: Arrays = dict(sums or {})
 
     def add(self, unit: str, shards: Mapping[str, int], iteration: int, grads: Arrays) -> None:
-        """Let gradients wait; `shards` as those of a `Call`."""
+        """Queue gradients for reduction; `shards` as in `Call`."""
         if grads:
             self.waiting.append(Waiting(unit, {path: shards[path] for path in grads}, iteration, grads))
 
     def turn(self, shift: Any) -> None:
-        """Add what has landed, and start to reduce what waits; `shift` as in `Gathers`."""
+        """Add reduced gradients to the sums, and start to reduce the waiting ones; `shift` as in `Gathers`."""
         self.settle(shift)
         for unit, sliced, iteration, grads in self.waiting:
             values = self._reduce(unit, sliced, grads)
@@ -72,10 +72,10 @@ class Sums:
         self.waiting = []
 
     def hold(self, given: Any) -> Any:
-        """Make values that cannot be computed before what has landed is here: else XLA puts reductions off in a list.
+        """Return values that depend on the reduced gradients; otherwise XLA delays reductions in a list of layers.
 
-        Both sides of the barrier must be read: XLA (0.10.2) takes out of it what nobody reads, and its order with it.
-        Those of a stack end with their iteration anyway.
+        Both outputs of the barrier must be used: XLA (0.10.2) removes unused values from it, and with them the order.
+        The reduced gradients of a stack are excluded, since they end with their iteration.
         """
         listed = [what for what in self.landed if not what.sliced]
         given, values = jax.lax.optimization_barrier((given, [what.value for what in listed]))
@@ -84,7 +84,7 @@ class Sums:
         return given
 
     def settle(self, shift: Any) -> None:
-        """Add what has landed to the sums."""
+        """Add reduced gradients to the sums."""
         for path, sliced, iteration, value in self.landed:
             old = self.reduced.get(path)
             if sliced:
@@ -99,13 +99,13 @@ class Sums:
         return scoped("reduce", unit, lambda grads: self.engine.reduce_whole(pairs, grads))(grads)
 
     def zeros(self, path: str, sliced: int, *length: int) -> jax.Array:
-        """Return what a reduced gradient starts from; with a length, a stack of so many."""
+        """Return the initial value of a reduced gradient; with a length, a stack of them."""
         whole = self.engine.sum_shape(path)
         made = zeros((*length, *whole.shape[sliced:]), whole.dtype)
         return made if sliced and not length else self.engine.constrain({path: made}, "grad")[path]
 
     def make_room(self, loop: Loop) -> list[str]:
-        """Make room for the gradients of a loop's weights; return their names."""
+        """Allocate the gradients of a loop's weights; return their names."""
         trained = {path: sliced for call in loop.live_calls for path, sliced in self.trained(call).items()}
         for path in sorted(trained.keys() - self.reduced.keys()):
             sliced = trained[path]
@@ -113,7 +113,7 @@ class Sums:
         return sorted(trained)
 
     def enter(self, loop: Loop, iteration: int) -> None:
-        """Settle, and let zeros land where the scan of a loop finds what its iteration before has reduced."""
+        """Add reduced gradients; put zeros in their place, for the scan of a loop to find in its first iteration."""
         self.settle(0)
         calls = loop.live_calls
         if not calls or not self.engine.writes_order:
@@ -125,19 +125,19 @@ class Sums:
         ]
 
     def trained(self, call: Call) -> dict[str, int]:
-        """Return what of a call's weights has a gradient, with the number of layer dims sliced."""
+        """Return the trainable weights of a call, with the number of removed layer dims."""
         return {path: sliced for path, sliced in call.shards.items() if self.layout.by_path[path].trainable}
 
 
 class Backward:
-    """Runs a program in reverse: at each call the next gathers start, then the call before is reduced.
+    """Runs a program in reverse: each call starts the next gathers, then reduces the previous call's gradient.
 
     Attributes:
-      left: gradients of the last call that are still to be reduced, where the next backward is to do so.
+      left: unreduced gradients of the last call, for the next backward to reduce.
     """
 
     def __init__(self, step: Step, records: Sequence[Any], sums: Arrays | None, last: Arrays | None = None):
-        """Make ready to run; `last` are the gathered weights of the first call to come, where they are here already."""
+        """Prepare the backward; `last` are the gathered weights of its first call, if they stayed gathered."""
         self.step, self.weights, self.records = step, step.weights, records
         self.gathers = Gathers(step.order_back, step.reached_back, step.weights.fetch_back)
         self.gathers.queue += [] if last is None else [last]
@@ -145,19 +145,19 @@ class Backward:
         self.left: Arrays | None = None
 
     def begin(self, waiting: Arrays) -> None:
-        """Let gradients wait that the backward before has left; this one leaves its own."""
+        """Queue the gradients that the previous backward left; this backward leaves its own."""
         call, _, iteration = self.step.order_back[-1]
         self.sums.waiting = [Waiting(call.unit, self.sums.trained(call), iteration, waiting)] if waiting else []
         self.left = {}
 
     def could_leave(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return the gradients that `begin` takes, as shapes."""
+        """Return shapes and dtypes of the gradients that `begin` takes."""
         trained = self.sums.trained(self.step.order_back[-1][0])
         leaves = [(self.step.engine.layout.by_path[name], sliced) for name, sliced in trained.items()]
         return {x.path: jax.ShapeDtypeStruct(x.shape[sliced:], x.stage("use").dtype) for x, sliced in leaves}
 
     def end(self) -> None:
-        """Reduce what waits, or leave it."""
+        """Reduce the waiting gradients, or leave them."""
         if self.left is not None:
             self.sums.settle(0)
             self.left = {name: x for what in self.sums.waiting for name, x in what.grads.items()}
@@ -166,8 +166,7 @@ class Backward:
         self.sums.settle(0)
 
     def run(self, cotangents: Sequence[jax.Array]) -> tuple[Arrays, list[jax.Array]]:
-        """Return the sums by name, with the gradients of the cotangents of what is differentiated; and those of what
-        the derivative is with respect to besides weights."""
+        """Return the sums by name, including the gradients for `cotangents`, and the gradients of `step.given`."""
         with jax.named_scope(f"{SCOPE}.backward"):
             return self._run(cotangents)
 
@@ -183,21 +182,21 @@ class Backward:
         return totals, [_pop(cts, var) for var in step.given]
 
     def _leave_root(self, place: int, cts: Cotangents) -> None:
-        """Let the gradients of those weights of the root wait that no item before this one reads."""
+        """Queue the gradients of the root's weights whose first reader is this item."""
         root = self.step.root_vars
         found = [path for path in self.step.first_use.get(place, []) if root[path] in cts]
         trained = self.step.engine.layout.moved_with(filter(self.step.derivatives.is_trained, found))
         self.sums.add(ROOT, dict.fromkeys(trained, 0), 0, {path: _pop(cts, root[path]) for path in trained})
 
     def _root_weights(self, item: Item, tie: Any) -> Arrays:
-        """Gather those of the root's weights again that an item reads, where they are not kept."""
+        """Gather the root's weights that an item reads again, unless they are kept."""
         own = self.step.own(item)
         names = sorted(self.step.engine.layout.moved_with(own))
         full = self.step.regather_root(names, tie) if own else {}
         return {path: full[path] for path in own}
 
     def _total(self, name: str, cts: Cotangents) -> jax.Array:
-        """Return a gradient as it is stored, and what calls outside the schedule add to it."""
+        """Return a stored leaf's gradient, including calls outside the schedule."""
         found, in_place = self.sums.reduced.get(name), cts.get(self.step.shard_vars.get(name))
         if in_place is not None:
             added = self.step.engine.finish_in_place(name, in_place)
@@ -205,7 +204,7 @@ class Backward:
         return self.sums.zeros(name, 0) if found is None else found
 
     def _item(self, item: Item, record: Any, cts: Cotangents, iteration: int = 0) -> None:
-        """Run an item's derivative; inside a scan `iteration` is the one that stands for all."""
+        """Run an item's derivative; inside a scan, `iteration` is the one that represents all."""
         if not item.needs_backward:
             return
         given = [_pop(cts, var) for var in part(item.is_live, item.outputs)[0]]
@@ -214,8 +213,8 @@ class Backward:
             return
         unit = item.unit if isinstance(item, Call) else ROOT
         if self.step.engine.layout.policy(unit).remat != "none":
-            # Else XLA finds what the backward computes anew to be what the forward has computed, and keeps it. Where
-            # all is saved XLA chooses better: of the logits of a loss it keeps one copy in float32 less.
+            # Otherwise XLA merges recomputed values with the forward's and keeps them. With remat "none" XLA's own
+            # choice is better: it keeps one float32 copy of a loss's logits less.
             record, given = jax.lax.optimization_barrier((record, given))
         full = self._root_weights(item, given)
         if isinstance(item, Call):
@@ -232,8 +231,8 @@ class Backward:
                 self.sums.settle(self.gathers.shift)
         else:
             if self.step.engine.writes_order:
-                # Else XLA puts off gradients of the root's weights, and keeps what makes them: those of logits, say.
-                # Where XLA sums them, the barrier would part the sum from the slice that makes it a reduce-scatter.
+                # Otherwise XLA delays gradients of the root's weights, and keeps their inputs (of logits). If XLA
+                # sums the gradients, a barrier would separate the sum from the slice that makes it a reduce-scatter.
                 grads, grad_diff = jax.lax.optimization_barrier((grads, grad_diff))
             _push(cts, [self.step.own(item)[path] for path in grads], list(grads.values()))
         _push(cts, part(item.is_active, item.inputs)[0], grad_diff)
@@ -242,7 +241,7 @@ class Backward:
         run = _Iteration(self, loop)
         carry, ys = given[: run.num_carry], given[run.num_carry :]
         if not loop.live_calls or not self.step.engine.writes_order:
-            # No call of this loop would do so, and its scan would take what waits for its own.
+            # No call of this loop would reduce the waiting gradients, and its scan would treat them as its own.
             self.sums.turn(0)
             carry = self.sums.hold(carry)
             self.sums.settle(0)
@@ -260,10 +259,10 @@ class Backward:
     def _scan(
         self, loop: Loop, run: _Iteration, carry: Any, consts: Any, ys: list[Any], records: Any, names: list[str]
     ) -> tuple[Any, Any, Any]:
-        """Run the iterations that all look alike; what is on its way, what waits and what is summed is in the carry."""
+        """Run the iterations of the scan; its carry includes gathers in flight, waiting gradients and sums."""
         low, high = self.step.scans[loop]
         start, gathers, sums = self.gathers.place, self.gathers, self.sums
-        carry = sums.hold(carry)  # else the root's gradients wait through the whole loop, or what makes them
+        carry = sums.hold(carry)  # otherwise the root's gradients, or their inputs, are kept through the whole loop
         sums.enter(loop, high)
         waiting, landed = sums.waiting, sums.landed
 
@@ -297,7 +296,7 @@ class Backward:
 
 
 class _Iteration:
-    """One iteration of a loop in reverse, between lists of those cotangents that there are.
+    """One iteration of a loop in reverse, on lists of the cotangents that exist.
 
     Attributes:
       num_carry: how many values of the carry have cotangents.
@@ -314,13 +313,13 @@ class _Iteration:
         self.carry = part(self.is_live, carry)[0]
 
     def zeros(self) -> list[Any]:
-        """Return what cotangents of the loop's constants start from."""
+        """Return the initial cotangents of the loop's constants."""
         return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in self.consts]
 
     def __call__(
         self, carry: list[Any], consts: list[Any], ys: list[Any], records: Sequence[Any], iteration: int
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Return the cotangents of the carry before, of the constants so far, and of this iteration's xs."""
+        """Return the cotangents of the carry before this iteration, of the constants so far, and of its xs."""
         cts = Cotangents()
         _push(cts, self.outputs, [*carry, *ys])
         for item, record in zip(reversed(self.loop.body.items), reversed(records), strict=True):
@@ -330,7 +329,7 @@ class _Iteration:
         return new, consts, [_pop(cts, var) for var in self.xs]
 
     def push(self, cts: Cotangents, carry: list[Any], consts: list[Any], xs: list[Any]) -> None:
-        """Give cotangents to the inputs of the loop."""
+        """Add cotangents to the inputs of the loop."""
         at_consts, at_carry, at_xs = self.loop.split(self.loop.inputs)
         reaches = part(self.is_live, self.receives[1])[0]
         _push(cts, part(self.receives[0], at_consts)[0], consts)

@@ -1,4 +1,4 @@
-"""The derivative of each item of a program, traced when it is first asked for."""
+"""The derivative of each item of a program, traced at its first use."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from jfsdp.layout.units import ROOT
 
 
 class Derivatives:
-    """Linearizations of items, under the remat policy of their unit; items of a loop share theirs over iterations.
+    """Linearizations of items under the remat policy of their unit; the iterations of a loop share them.
 
     Attributes:
-      fixed: by item, the residuals that are the same in every iteration of its loop.
+      fixed: by item, the residuals that are equal in every iteration of its loop.
     """
 
     def __init__(self, layout: Layout):
@@ -32,7 +32,7 @@ class Derivatives:
         return self.layout.by_path[path].trainable
 
     def full_shapes(self, item: Item) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and dtypes of the weights of a call, or of code, once they are gathered."""
+        """Return shapes and dtypes of the gathered weights of a call or of code."""
         shards = item.shards if isinstance(item, Call) else dict.fromkeys(getattr(item, "weights", ()), 0)
         leaves = [(self.layout.by_path[path], sliced) for path, sliced in shards.items()]
         return {
@@ -40,7 +40,7 @@ class Derivatives:
         }
 
     def prepare(self, item: Item, known: Mapping[Any, Any]) -> None:
-        """Trace an item of a loop, and compute what of its residuals depends on `known` alone, the loop's constants."""
+        """Trace an item of a loop, and compute the residuals that depend only on `known`, the loop's constants."""
         self._linears[item] = self._linearize(item, [is_literal(atom) or atom in known for atom in item.inputs])
         values = [atom.val if is_literal(atom) else known.get(atom) for atom in item.inputs]
         self.fixed[item] = self._linears[item].fixed(*part(item.is_active, values))
@@ -72,7 +72,7 @@ def _computation(item: Item) -> Callable[[Arrays, Sequence[Any], Sequence[Any]],
 
 
 def run_item(item: Item, weights: Arrays, values: Sequence[Any]) -> list[Any]:
-    """Compute a call, or a piece of code, on full weights."""
+    """Compute a call, or code of the root, on full weights."""
     if isinstance(item, Call):
         return item.call.traced(weights, values)
     assert isinstance(item, Code)

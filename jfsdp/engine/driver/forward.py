@@ -1,4 +1,4 @@
-"""The forward of a step of either program; see [Note: how a step runs] in run.py."""
+"""The forward of a step; see [Note: how a step runs] in run.py."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ Env = dict[Any, Any]
 
 
 class LoopRecord(NamedTuple):
-    """What the backward of a loop finds: records of single iterations, and of those in its scan, stacked."""
+    """Records of a loop for its backward: of single iterations, and of the iterations in its scan, stacked."""
 
     single: dict[int, Any]
     stacked: Any
 
 
 class Forward:
-    """Runs a program, with gathers on their way ahead of the compute.
+    """Runs a program, with gathers ahead of the compute.
 
     Attributes:
-      records: what the backward of each item of the program is to find.
-      last: the gathered weights of the last call, as they are stored; of use where that stands outside of a scan.
+      records: of each item of the program, the saved values for its backward.
+      last: the gathered weights of the last call, as stored; only valid if that call is outside a scan.
     """
 
     def __init__(self, step: Step):
@@ -39,7 +39,7 @@ class Forward:
         self.last: dict[str, jax.Array] = {}
 
     def run(self, flat: Sequence[Any]) -> list[Any]:
-        """Run the program on its inputs, the weights of the root apart; return its outputs."""
+        """Run the program on its inputs other than the root's weights; return its outputs."""
         block, first_use = self.step.block, self.step.first_use
         env: Env = dict(zip(block.inputs, flat, strict=False)) | block.consts
         is_ahead = self.step.prefetch.forward != 0
@@ -51,7 +51,7 @@ class Forward:
         return [read(env, atom) for atom in block.outputs]
 
     def _gather_root(self, names: Sequence[str], env: Env, tie: Any) -> None:
-        """Gather stored weights of the root, if they are not here."""
+        """Gather stored weights of the root, unless they are gathered."""
         variables = self.step.root_vars
         missing = [name for name in names if variables[name] not in env]
         if missing:
@@ -59,7 +59,7 @@ class Forward:
             env.update({variables[path]: value for path, value in full.items()})
 
     def _item(self, item: Item, env: Env, due: Sequence[str], iteration: Any = 0) -> Any:
-        """Run an item; return what its backward is to find. `due` are weights of the root that the next item reads."""
+        """Run an item; return its record for the backward. `due` are the root's weights that the next item reads."""
         values = [read(env, atom) for atom in item.inputs]
         record: Any = []
         if isinstance(item, Loop):
@@ -101,7 +101,7 @@ class Forward:
         return [*carry, *join(ys, stacked[0], low)], LoopRecord(records, stacked[1])
 
     def prepare(self, loop: Loop, consts: Mapping[Any, Any]) -> None:
-        """Compute what is the same in every iteration, and make room for what is kept of weights."""
+        """Compute the residuals that are equal in every iteration, and allocate arrays for kept weights."""
         for item in loop.body.items:
             if item.needs_backward:
                 self.step.derivatives.prepare(item, consts)
@@ -113,7 +113,7 @@ class Forward:
         return records, typed([read(env, atom) for atom in block.outputs], block.outputs)
 
     def _scan(self, loop: Loop, carry: list[Any], run: Any) -> tuple[list[Any], Any]:
-        """Run the iterations that all look alike; the carry holds what is on its way, and what is kept of weights."""
+        """Run the iterations of the scan; its carry includes gathers in flight and kept weights."""
         low, high = self.step.scans[loop]
         start, gathers, weights = self.gathers.place, self.gathers, self.weights
         calls = [call for call in loop.calls if call in weights.kept]  # see [Note: what every process builds alike]
@@ -134,5 +134,5 @@ class Forward:
 
 
 def typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[jax.Array]:
-    """Give Python numbers and weak types the types that they have in a scan."""
+    """Give Python numbers and weakly typed arrays the types that they have in a scan."""
     return [jnp.asarray(value, atom.aval.dtype) for value, atom in zip(values, atoms, strict=True)]

@@ -1,16 +1,16 @@
-"""A traced function read as a program: calls of units in their order, loops over them, and the root's own code between.
+"""A traced function as a program: calls of units in order, loops over them, and the root's code between them.
 
 [Note: how both programs see a model]
-While the root is traced, every call of a unit is a `jax.jit` of a name that the engine knows. JAX carries that call
-through whatever the model does (scans, remats, conditions), and left alone it gathers where it stands: correct, and
-without prefetch. Where the trace shows it at the top, or in the body of a scan at the top whose layers it takes one by
-one, it becomes a `Call` that a schedule can gather for ahead of time.
+While the root is traced, every call of a unit is a `jax.jit` with a name that the engine knows. JAX keeps that call
+through every transformation of the model (scans, remats, conditions). A call that stays in place gathers where it runs,
+which is correct but not prefetched. A call at the top of the trace, or in the body of a scan at the top that takes its
+layers one by one, becomes a `Call`, whose gather a schedule can start ahead of time.
 
 [Note: what every process builds alike]
-On several hosts each process lowers the step for itself, and collectives in another order are a hang or mixed arrays.
-So no order may come from an address or a hash. Items of a program are keys of plain dicts only: JAX sorts the keys of
-a dict in a pytree, and items cannot be sorted, so that such a dict is an error. What goes through a scan is a list in
-the order of the program; keys in pytrees are names.
+On several hosts each process lowers the step separately, and collectives in different orders hang or mix up arrays. So
+no order may come from an address or a hash. Items of a program are keys of plain dicts only: JAX sorts the keys of a
+dict in a pytree, and items cannot be sorted, so such a dict is an error. Values that go through a scan are lists in the
+order of the program; keys in pytrees are names.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from jfsdp.compat import core
 from jfsdp.engine.dataflow import all_eqns, depends_on, inner_jaxprs, is_literal, scan_counts
 from jfsdp.engine.unit import Traced, is_inexact
 
-Shard = tuple[str, int]  # a parameter's name, and how many layer dims a loop has taken off
+Shard = tuple[str, int]  # a parameter's name, and how many layer dims loops have removed
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class NamedCall:
-    """A unit's call as the engine put it into the trace under a name: inputs are `flat`, then the shards by name."""
+    """A unit's call that the engine has traced under a name: its inputs are `flat`, then the shards by name."""
 
     unit: str
     traced: Traced
@@ -43,7 +43,7 @@ class Item:
 
     Attributes:
       inputs, outputs: variables of the block around it.
-      is_active, makes_active: which inputs, and outputs, depend on what is trained; filled by `mark_active`.
+      is_active, makes_active: which inputs, and outputs, depend on trainable parameters; filled by `mark_active`.
       is_live: which outputs have cotangents; filled by `mark_live`.
     """
 
@@ -72,7 +72,7 @@ class Code(Item):
 
 @dataclasses.dataclass(eq=False)
 class Call(Item):
-    """A unit's call on `inputs`, its weights apart: `shards` says of which parameters, whole or a layer of them."""
+    """A unit's call on `inputs`, without its weights; `shards` maps each parameter to its number of removed dims."""
 
     call: NamedCall
     shards: dict[str, int]
@@ -106,14 +106,14 @@ class Loop(Item):
         return [call for call in self.calls if call.needs_backward]
 
     def split(self, values: Sequence[Any]) -> tuple[list[Any], list[Any], list[Any]]:
-        """Part what belongs to the inputs into constants, carry and xs."""
+        """Split values of the inputs into constants, carry and xs."""
         ends = self.num_consts, self.num_consts + self.num_carry
         return list(values[: ends[0]]), list(values[ends[0] : ends[1]]), list(values[ends[1] :])
 
 
 @dataclasses.dataclass(eq=False)
 class Block:
-    """A straight run of items, with its own variables; `consts` are the values of some."""
+    """A sequence of items with its own variables; `consts` are values of some of them."""
 
     inputs: list[Any]
     items: list[Item]
@@ -136,11 +136,11 @@ def read_program(closed: Any, shards: Mapping[int, str], calls: Mapping[str, Nam
 
     Args:
       closed: the traced root, without constants.
-      shards: which of its inputs is a parameter of which name at rest.
+      shards: by index of an input, the name of the parameter at rest that it is.
       calls: the calls in it, by the name of their `jit`.
 
     Returns:
-      The program, and the units that are called where no schedule reaches them: these gather where they stand.
+      The program, and the units that are called outside the schedule, which gather where they are called.
     """
     opened = inlined(closed, calls)
     jaxpr = opened.jaxpr
@@ -150,7 +150,7 @@ def read_program(closed: Any, shards: Mapping[int, str], calls: Mapping[str, Nam
 
 
 def named(eqn: Any, calls: Mapping[str, NamedCall]) -> NamedCall | None:
-    """Return the call that an equation is, if no transformation of JAX has changed it."""
+    """Return the call of a unit that an equation is, if no transformation of JAX has changed it."""
     call = calls.get(eqn.params.get("name", "")) if eqn.primitive.name in ("jit", "pjit") else None
     if call is None:
         return None
@@ -161,7 +161,7 @@ def named(eqn: Any, calls: Mapping[str, NamedCall]) -> NamedCall | None:
 
 
 def inlined(closed: Any, calls: Mapping[str, NamedCall]) -> Any:
-    """Open every `jit` around calls of units."""
+    """Inline every `jit` that contains calls of units."""
 
     def is_around(eqn: Any) -> bool:
         inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in all_eqns(jaxpr))
@@ -176,7 +176,7 @@ def is_jit(eqn: Any) -> bool:
 
 
 def with_opened(closed: Any, opens: Callable[[Any], bool]) -> Any:
-    """Return a trace with the bodies of those `jit`s in place that `opens` chooses, also inside one another."""
+    """Return a trace with the `jit`s inlined that `opens` selects, also nested ones."""
 
     def run(closed: Any, inputs: Sequence[Any]) -> list[Any]:
         def run_eqn(eqn: Any, values: list[Any]) -> list[Any]:
@@ -199,7 +199,7 @@ def run_eqns(
 
 
 def run_alone(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Run one equation of a jaxpr as a program of its own: so its place in the source stays."""
+    """Run one equation of a jaxpr as a separate program, which keeps its source information."""
     given = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not is_literal(atom)}
     return core.eval_jaxpr(only(jaxpr, [eqn], given, eqn.outvars), (), *given.values())
 
@@ -210,14 +210,14 @@ def read(env: Mapping[Any, Any], atom: Any) -> Any:
 
 
 def only(jaxpr: Any, eqns: Sequence[Any], atoms: Iterable[Any], outvars: Sequence[Any]) -> Any:
-    """Return a jaxpr of some of its equations, from the variables among `atoms` to `outvars`."""
+    """Return a jaxpr of the given equations, from the variables among `atoms` to `outvars`."""
     invars = list(dict.fromkeys(atom for atom in atoms if not is_literal(atom)))
     return jaxpr.replace(constvars=[], invars=invars, eqns=list(eqns), outvars=list(outvars))
 
 
 def _read_block(closed: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCall], depth: int) -> Block:
     jaxpr = closed.jaxpr
-    # Bare equations stand for themselves until they are gathered into Code.
+    # Other equations stay in this list until they are grouped into Code.
     items = [_read_call(eqn, known, calls) or read_loop(eqn, known, calls, depth) or eqn for eqn in jaxpr.eqns]
     used = {atom for atom in jaxpr.outvars if not is_literal(atom)}
     grouped: list[Item] = []
@@ -244,7 +244,7 @@ def _read_block(closed: Any, known: Mapping[Any, Shard], calls: Mapping[str, Nam
 
 
 def _make_code(jaxpr: Any, eqns: Sequence[Any], used: set[Any]) -> Code:
-    """Make one item of equations, cut down to what later items use."""
+    """Make one item of equations, reduced to the outputs that later items use."""
     made = {var for eqn in eqns for var in eqn.outvars}
     outputs = [var for eqn in eqns for var in eqn.outvars if var in used]
     needed, kept = set(outputs), []
@@ -291,7 +291,7 @@ def read_loop(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCal
 
 def _left_in_place(block: Block, calls: Mapping[str, NamedCall]) -> Iterator[str]:
     def within(jaxpr: Any) -> Iterator[str]:
-        names = (str(eqn.params.get("name", "")) for eqn in all_eqns(jaxpr))  # whatever JAX has made of a call
+        names = (str(eqn.params.get("name", "")) for eqn in all_eqns(jaxpr))  # of calls, also transformed ones
         return (calls[name].unit for name in names if name in calls)
 
     for item in block.items:
@@ -304,7 +304,7 @@ def _left_in_place(block: Block, calls: Mapping[str, NamedCall]) -> Iterator[str
 
 
 def part_weights(block: Block, weights: Mapping[str, Any]) -> None:
-    """Part the root's weights, by name, from the other inputs of the code that reads them."""
+    """Separate the root's weights, by name, from the other inputs of the code that reads them."""
     for item in block.items:
         if isinstance(item, Code):
             item.weights = {path: var for path, var in sorted(weights.items()) if var in item.inputs}
@@ -314,14 +314,14 @@ def part_weights(block: Block, weights: Mapping[str, Any]) -> None:
 
 
 def mark_active(block: Block, active: set[Any], is_trained: Callable[[str], bool]) -> set[Any]:
-    """Fill `is_active` and `makes_active`: what depends on what is trained, and may have a derivative.
+    """Fill `is_active` and `makes_active`: values that depend on trainable parameters and may have a derivative.
 
     Args:
-      active: the block's own inputs that do.
-      is_trained: whether the parameter of this name is.
+      active: the block's active inputs.
+      is_trained: tells whether a parameter is trainable, by name.
 
     Returns:
-      All variables of the block that do.
+      All active variables of the block.
     """
     active = set(active)
     for item in block.items:
@@ -341,7 +341,7 @@ def mark_active(block: Block, active: set[Any], is_trained: Callable[[str], bool
 
 
 def _mark_loop_active(loop: Loop, is_trained: Callable[[str], bool]) -> list[bool]:
-    """Follow what is active through the carry to a fixed point."""
+    """Follow active values through the carry to a fixed point."""
     consts, carry, xs = loop.split(loop.is_active)
     while True:
         loop.is_active = [*consts, *carry, *xs]
@@ -355,10 +355,10 @@ def _mark_loop_active(loop: Loop, is_trained: Callable[[str], bool]) -> list[boo
 
 
 def mark_live(block: Block, live: set[Any]) -> set[Any]:
-    """Fill `is_live`: which outputs of each item have cotangents; `live` are the block's own.
+    """Fill `is_live`: which outputs of each item have cotangents, given those of the block's outputs.
 
     Returns:
-      All variables of the block that have them.
+      All variables of the block that have cotangents.
     """
     live = set(live)
     for item in reversed(block.items):

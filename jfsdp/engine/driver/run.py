@@ -1,13 +1,13 @@
-"""One run of a traced step, forward and backward, by either program.
+"""Run a traced step, forward and backward, in either program.
 
 [Note: how a step runs]
-Both programs trace the root once, into a program of calls of units (program.py), and run it by one driver (run.py);
-`xla` runs it with depth 0, and ties no gather to an input. The forward runs it and keeps gathers on their way ahead of
-the compute, as far as `prefetch` says. The backward runs it in reverse: at each call the next gathers start first, then
-the gradient of the call before is reduced, and then the call's own derivative is computed, so that both have its
-matmuls to hide behind. Layers of a scan run in a scan. In `manual` its carry holds the weights that are on their way
-and the gradient that waits; the first and last iterations, where the pattern differs, stand outside it. So no gather is
-wasted at either end, and the program does not grow with depth.
+Both programs trace the root once into a program of calls of units (program.py), and run it with the same driver
+(run.py); `xla` runs it with depth 0, and ties no gather to an input. The forward starts gathers ahead of the compute,
+as far as `prefetch` allows. The backward runs the program in reverse. At each call it first starts the next gathers,
+then reduces the gradient of the previous call, and then computes the call's own derivative, so that both collectives
+overlap with its matmuls. Layers of a scan run in a scan. In `manual` its carry contains the weights in flight and the
+gradient that waits for its reduction. The first and last iterations, where the pattern differs, run outside the scan.
+So no gather is wasted at either end, and the size of the program does not depend on the number of layers.
 
 The root's own weights are gathered while the last call before their first use computes, and reduced as soon as the
 backward has passed that use.
@@ -31,7 +31,7 @@ from jfsdp.engine.unit import Arrays, Traced
 def run(
     engine: Engine, prefetch: Prefetch, traced: Traced, flat: Sequence[Any], source: Arrays
 ) -> tuple[list[Any], Pull, list[str]]:
-    """Run the root unit as `Engine.vjp` says; return also the units that no schedule reaches."""
+    """Run the root unit as `Engine.vjp`; return also the units that are called outside the schedule."""
     shards = {place: path for place, path in enumerate(traced.names[: traced.num_flat]) if path}
     block, in_place = read_program(ClosedJaxpr(traced.jaxpr, ()), shards, engine.calls)
     step = Step(engine, prefetch, block, shards, dict(source))

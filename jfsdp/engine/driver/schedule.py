@@ -1,7 +1,7 @@
-"""The order of a step as data: which unit's weights are on their way while which unit computes.
+"""The order of a step as data: which gathers are in flight while a unit computes.
 
-A step calls units in an order that its trace shows. `frontiers` says for each call up to which later call weights are
-gathered by then; `steady` finds the iterations of a loop that all look alike, so that one scan can run them.
+A step calls units in the order of its trace. For each call, `frontiers` returns the last call whose weights are
+gathered or in flight; `steady` finds the iterations of a loop with the same pattern, so that one scan can run them.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ class Prefetch:
     """How far gathers run ahead of the compute, forward and backward.
 
     Attributes:
-      forward: k: while a unit computes, the weights of the next k units are gathered or on their way; 0 gathers each
-        unit when it is called. Or by unit, the units whose gathers start before it computes, in the order in which
-        they are called; a unit that no list names is gathered when it is called. A stack of layers has one name, and
-        follows itself: `{"layers": ["layers"]}`.
-      backward: the same for the backward, which runs through the calls in reverse. Each of the two is 1 by default.
+      forward: k: while a unit computes, the weights of the next k units are gathered or in flight; 0 gathers each unit
+        when it is called. Or a dict: for each unit, the units whose gathers start before it computes, in the order of
+        their calls; a unit in no list is gathered when it is called. A stack of layers has one name, and follows
+        itself: `{"layers": ["layers"]}`.
+      backward: the same for the backward, which runs through the calls in reverse. The default of both is 1.
 
     Source: `set_modules_to_forward_prefetch` and `set_modules_to_backward_prefetch` of PyTorch FSDP2.
     """
@@ -34,27 +34,28 @@ class Prefetch:
 
 
 def as_prefetch(value: int | Prefetch | None) -> Prefetch:
-    """Read the `prefetch` argument of `train_step`; None is depth 1."""
+    """Convert the `prefetch` argument of `train_step`; None is depth 1."""
     if isinstance(value, Prefetch):
         return value
     return Prefetch() if value is None else Prefetch(value, value)
 
 
 def frontiers(order: Sequence[str], ahead: Ahead, direction: str) -> list[int]:
-    """Return for each call up to which call weights are gathered, or on their way, while it computes.
+    """Return for each call the last call whose weights are gathered or in flight while it computes.
 
     Args:
       order: the names of the units in the order of their calls.
       direction: "forward" or "backward", for messages.
 
     Raises:
-      ValueError: for a depth that no step can have, a name that is no unit of the order, or a list that is not what
-        follows its unit.
+      ValueError: for a depth beyond the number of calls, a name that is not a unit of the order, or a list that does
+        not match the calls after its unit.
     """
     if isinstance(ahead, int):
         if order and ahead > len(order):
             raise ValueError(
-                f"prefetch {direction}={ahead}: a step gathers {len(order)} units {direction}; ask for no more"
+                f"prefetch {direction}={ahead}: a step gathers {len(order)} units {direction}; set a depth of at most "
+                f"{len(order)}"
             )
     else:
         return _by_lists(order, ahead, direction)
@@ -62,14 +63,14 @@ def frontiers(order: Sequence[str], ahead: Ahead, direction: str) -> list[int]:
 
 
 def _by_lists(order: Sequence[str], ahead: Mapping[str, Sequence[str]], direction: str) -> list[int]:
-    """Follow lists; each starts with the unit called next, or with the first that is not on its way yet."""
+    """Apply lists; each starts with the unit called next, or with the first unit whose gather has not started."""
     known = list(dict.fromkeys(order))
     for unit, behind in ahead.items():
         for name in (unit, *behind):
             if name not in known:
                 raise ValueError(
-                    f"prefetch {direction}[{unit!r}]: {name!r} is no unit that the step gathers {direction}; these "
-                    f"are, in their order: {_listed(known)}"
+                    f"prefetch {direction}[{unit!r}]: {name!r} is not a unit that the step gathers {direction}; these "
+                    f"units are, in order: {_listed(known)}"
                 )
     reached, last, longest = [], -1, dict.fromkeys(ahead, 0)
     for place, unit in enumerate(order):
@@ -105,13 +106,13 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def steady(reached: Sequence[int], start: int, num_calls: int, length: int) -> tuple[int, int]:
-    """Return the longest run of iterations of a loop in which weights come and go alike.
+    """Return the longest range of iterations of a loop with the same pattern of gathers.
 
-    In these, every call leaves as many gathers on their way as it found, all of them for calls of the same loop.
+    In these, every call leaves as many gathers in flight as it found, all of them for calls of the same loop.
 
     Args:
-      reached: as `frontiers` gives it, for all calls of the step.
-      start: the place of the loop's first call.
+      reached: the result of `frontiers` for all calls of the step.
+      start: the index of the loop's first call.
       num_calls: calls in one iteration.
       length: iterations.
     """

@@ -1,4 +1,4 @@
-"""What both passes of a step, of either program, share: the program, its calls in order, the weights of the root."""
+"""Shared data of the forward and the backward: the program, its calls in order, the weights of the root."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ from jfsdp.layout.units import ROOT
 
 
 class Step:
-    """One run of a program, forward and backward: what both passes share. It lives as long as the trace of a step.
+    """Shared data of the forward and the backward of one program, which lives as long as the trace of a step.
 
     Attributes:
       prefetch: how far gathers run ahead.
-      source: all weights, as they are stored.
-      given: the inputs besides weights that the derivative is with respect to.
+      source: all weights as stored.
+      given: the inputs other than weights that the derivative is with respect to.
       block: the program.
       order, order_back: the calls of units, forward and backward.
-      reached, reached_back: up to which call weights are on their way at each; see `frontiers`.
-      scans: by loop, the iterations that run in a scan, forward and backward alike.
-      root_vars, shard_vars: by leaf, the variable of the program that is its full weight in the root, or its shard.
-      root_kept: what is kept of the root's weights that are gathered again, as they are stored.
-      first_use: by item of the program, the stored weights of the root that no item before it reads.
+      reached, reached_back: for each call, the last call whose gather has started; see `frontiers`.
+      scans: by loop, the iterations that run in a scan, the same forward and backward.
+      root_vars, shard_vars: by leaf, the variable of the program for its full weight in the root, or for its shard.
+      root_kept: the `kept` stage of the root's weights that are gathered again, as stored.
+      first_use: by index of an item, the stored weights of the root that it is the first to read.
       live: the outputs that are differentiated; by default the first.
-      first: the gathered weights of the first call, where they are here already, for both passes.
+      first: the gathered weights of the first call for both passes, if they stay gathered.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Step:
             self.weights.first = self.order[0][0], first
 
     def gather_root(self, names: Sequence[str], tie: Any) -> Arrays:
-        """Gather weights of the root, and keep of them what their policy says."""
+        """Gather weights of the root, and keep what their policy requires."""
         shards = {name: self.source[name] for name in names}
         movement = self.engine.movement(ROOT, shards)
         full = movement.gather(self.weights.after(shards, tie))
@@ -89,7 +89,7 @@ class Step:
         return movement.regather(self.weights.after(kept, tie))
 
     def own(self, item: Item) -> dict[str, Any]:
-        """Return the variables of those of the root's weights that an item's backward gathers again, by name."""
+        """Return the variables of the root's weights that an item's backward gathers again, by name."""
         return item.weights if isinstance(item, Code) else {}
 
     def _scanned(self, loop: Loop) -> tuple[int, int]:
@@ -98,9 +98,9 @@ class Step:
         back = [place for place, entry in enumerate(self.order_back) if entry[1] is loop]
         if back:
             first, last = steady(self.reached_back, back[0], len(loop.live_calls), loop.length)
-            # The first iteration of the backward finds another unit's gradient waiting, where gradients wait.
+            # The backward's first iteration finds a waiting gradient of another unit, if gradients wait.
             low, high = max(low, loop.length - last), min(high, loop.length - max(first, int(self.engine.writes_order)))
-        if self.first is not None:  # the iteration that starts its gather would be one like the others
+        if self.first is not None:  # the iteration that starts its gather would look like the others
             low = max(low, 2)
         return (low, high) if high - low > 1 else (0, 0)
 

@@ -1,4 +1,4 @@
-"""The weights of a step of either program: where they rest, which are on their way, what is kept for the backward."""
+"""The weights of a step: gathers from shards, gathers in flight, and weights kept for the backward."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Entry = tuple[Call, Loop | None, int]  # a call, its loop and its iteration
 
 
 class Gathers:
-    """A queue of gathers on their way, in the order of the calls.
+    """A queue of gathers in flight, in the order of the calls.
 
     Attributes:
-      place: of the next call in the order.
-      queue: the weights of it and of those after it, as far as they are on their way.
-      shift: what to add to iterations of the order: inside a scan, one iteration of the order stands for all.
+      place: the index of the next call in the order.
+      queue: the weights of the next calls whose gathers have started, in order.
+      shift: offset of iterations: inside a scan, one iteration of the order represents all.
     """
 
     def __init__(self, order: Sequence[Entry], reached: Sequence[int], fetch: Callable[..., Any]):
@@ -30,7 +30,7 @@ class Gathers:
         self.queue: list[Any] = []
 
     def take(self, tie: Any) -> Any:
-        """Start the gathers that are due at the next call, none before `tie` is computed; return its own weights."""
+        """Start the gathers that are due at the next call, after `tie` is computed; return the call's weights."""
         while len(self.queue) <= self.reached[self.place] - self.place:
             call, _, iteration = self.order[self.place + len(self.queue)]
             self.queue.append(self._fetch(call, iteration + self.shift, tie))
@@ -38,17 +38,17 @@ class Gathers:
         return self.queue.pop(0)
 
     def enter(self, place: int, queue: list[Any], shift: Any) -> None:
-        """Stand at a place with a queue: that of the scan whose body is traced."""
+        """Set place and queue, when the body of a scan is traced or has ended."""
         self.place, self.queue, self.shift = place, queue, shift
 
 
 class Weights:
-    """Gathers the weights of calls from where they rest, and from what is kept of them.
+    """Gathers the weights of calls, from shards and from stage `kept`.
 
     Attributes:
       looped: the calls inside a loop.
-      kept: by call, what is kept of its weights; inside a loop stacked over iterations.
-      first: the weights of the first call, where they stay gathered.
+      kept: by call, its weights at stage `kept`; inside a loop stacked over iterations.
+      first: the weights of the first call, if they stay gathered.
     """
 
     def __init__(self, engine: Engine, source: Arrays, looped: frozenset[Call]):
@@ -57,7 +57,7 @@ class Weights:
         self.first: tuple[Call, Arrays] | None = None
 
     def _shapes(self, call: Call) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return what a call takes of the weights at rest, as they are stored."""
+        """Return shapes and dtypes of a call's weights at rest, as stored."""
         values = [(name, sliced, self.source[name]) for name, sliced in call.shards.items()]
         return {name: jax.ShapeDtypeStruct(x.shape[sliced:], x.dtype) for name, sliced, x in values}
 
@@ -77,19 +77,19 @@ class Weights:
         return self.movement(call).gather(self.after(shards, tie))
 
     def fetch(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
-        """Start a gather for the forward; None where there is nothing to wait for."""
+        """Start a gather for the forward; return None if nothing is gathered."""
         if self.first and call is self.first[0] and isinstance(iteration, int) and iteration == 0:
             return self.first[1]
         return self.gather(call, iteration, tie) if self._moves(call) else None
 
     def fetch_back(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
-        """Start a gather for the backward; None where there is nothing to wait for."""
+        """Start a gather for the backward; return None if nothing is gathered."""
         if call not in self.kept:
             return self.fetch(call, iteration, tie)
         return self._regather(call, iteration, tie) if self._moves(call, "kept") else None
 
     def take(self, found: Arrays | None, call: Call, iteration: Any, tie: Any) -> Arrays:
-        """Return a call's full weights as they are stored: those found on their way, or those that are here."""
+        """Return a call's full weights as stored: from the gather in flight, or, if there is none, from here."""
         if found is not None:
             return found
         return self._regather(call, iteration, tie) if call in self.kept else self.gather(call, iteration, tie)
@@ -101,16 +101,16 @@ class Weights:
         return self.movement(call).regather(self.after(kept, tie))
 
     def after(self, values: Any, tie: Any) -> Any:
-        """Make values that cannot be computed before `tie` is there, if the program says when gathers start."""
+        """Return values that depend on `tie`, if the program determines when gathers start."""
         is_tied = self.engine.writes_order and jax.tree.leaves(tie)
         return jax.lax.optimization_barrier((values, tie))[0] if is_tied else values
 
     def _keeps(self, call: Call) -> Callable[[Arrays], Arrays] | None:
-        """Return what keeps a call's weights; None where nothing is kept, also of what rests whole."""
+        """Return the function that keeps a call's weights; None if nothing is kept, or they are whole at rest."""
         return self.movement(call).keep if call.needs_backward and self._moves(call) else None
 
     def make_room(self, loop: Loop) -> None:
-        """Make room for what the iterations of a loop keep."""
+        """Allocate arrays for the weights that the iterations of a loop keep."""
         for call in loop.calls:
             keep = self._keeps(call)
             if keep is not None:
@@ -118,7 +118,7 @@ class Weights:
                 self.kept[call] = jax.tree.map(lambda x: zeros((loop.length, *x.shape), x.dtype), shapes)
 
     def keep(self, call: Call, full: Arrays, iteration: Any) -> None:
-        """Keep of full weights what the backward is to find."""
+        """Keep a call's weights at stage `kept` for the backward."""
         keep = self._keeps(call)
         if keep is None:
             return
@@ -129,22 +129,22 @@ class Weights:
 
 
 def at(value: jax.Array, index: Any) -> jax.Array:
-    """Take one of a stack. Moves no data between devices."""
+    """Take one entry of a stack. Moves no data between devices."""
     return jax.lax.dynamic_index_in_dim(value, index, 0, keepdims=False)
 
 
 def put_at(value: jax.Array, index: Any, new: jax.Array) -> jax.Array:
-    """Replace one of a stack. Moves no data between devices."""
+    """Replace one entry of a stack. Moves no data between devices."""
     return jax.lax.dynamic_update_index_in_dim(value, new, index, 0)
 
 
 def zeros(shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Make zeros that XLA does not take for a constant: it would compute updates of them while it compiles."""
+    """Make zeros that XLA does not treat as a constant: it would compute updates of them at compile time."""
     return jax.lax.optimization_barrier(jnp.zeros(shape, dtype))
 
 
 def join(single: Mapping[int, Sequence[jax.Array]], stacked: Sequence[jax.Array] | None, low: int) -> list[jax.Array]:
-    """Stack lists of arrays of single iterations, and those of iterations from `low` on that a scan has stacked."""
+    """Stack the arrays of single iterations with the stacked arrays of a scan, whose first iteration is `low`."""
     parts: dict[int, Any] = {index: [x[None] for x in values] for index, values in single.items()}
     if stacked is not None:
         parts[low] = stacked

@@ -1,15 +1,14 @@
-"""One step as a pipeline: the ticks of a schedule, each forward, loss and backward of up to one microbatch per stage.
+"""One step as a pipeline: ticks of a schedule, each with a forward, a loss and a backward of one microbatch per stage.
 
 [Note: how a pipeline runs]
-The step stands in a `shard_map` over the data axes. There mesh axis `pipe` is left to XLA, as `tensor` is, while an
-embedding, a head or a loss is computed: all stages share that work. The layers run in a second `shard_map`, over
-`pipe`, by the same driver as without a pipeline, on the layers of one stage. Ticks that compute alike are one scan:
-those before the first backward, those with both, those after the last forward.
-A stage hands on what it has made at the end of a tick. All that waits, for a neighbour or for the backward, waits in
-places that the schedule has given out (`lay_out`).
-A stage without work computes on real rows all the same: at first all have what the first microbatch enters with, and
-later they take the rows of microbatch 0. Of what it makes then nothing is read, and it goes back from cotangents of
-zero.
+The step runs in a `shard_map` over the data axes. Embedding, head and loss leave mesh axis `pipe` to XLA, like
+`tensor`, so all stages share that work. The layers run in a second `shard_map`, over `pipe`, with the same driver as
+without a pipeline, on the layers of one stage. Ticks with the same computation are one scan: before the first backward,
+with forward and backward, after the last forward.
+A stage sends its output at the end of a tick. Values that wait for a neighbour or for the backward are stored in
+buffer slots, which the schedule assigns (`lay_out`).
+A stage without work still computes on real rows: at first on the inputs of the first microbatch, later on the rows of
+microbatch 0. Its outputs are not read, and its backward starts from zero cotangents.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ Combine = Callable[[Any, Any], Any]
 
 
 class Results(NamedTuple):
-    """What a step has summed: gradients by name, what the loss returned, and the model's state after the last one; and
-    the calls of its stages."""
+    """Results of a step: summed gradients by name, summed outputs of the loss, the state after the last microbatch, and
+    the calls of the stages."""
 
     grads: Arrays
     out: Any
@@ -55,8 +54,8 @@ class Results(NamedTuple):
 
 
 class _State(NamedTuple):
-    """What a tick finds: of the stages; the sums of all other gradients, and of what the loss returns; and what the
-    layers begin with, computed a tick ahead."""
+    """The state between ticks: of the stages; sums of all other gradients and of the loss's outputs; and the inputs of
+    the layers, computed a tick ahead."""
 
     waiting: Waiting
     sums: Arrays
@@ -82,25 +81,25 @@ def run_pipeline(
 ) -> Results:
     """Run all microbatches of a step through the stages; see [Note: how a pipeline runs].
 
-    Layout:  weights of stages [L/pipe D/axes F], all others gathered; gradients as they are accumulated.
-    Cost:    as `jfsdp.engine.unit.call_traced` for each stage and tick, also where a stage has no work; one reduction
-             of the gradients of what is not in the stages. Over axis `pipe`, in each tick: what the layers hand on,
-             once forward and once backward, and what enters and leaves, once each.
-    Memory:  what the unit saves of each of a stage's layers, times the microbatches between forward and backward; the
-             gradients of what is not in the stages, whole, in float32.
+    Layout:  weights of stages [L/pipe D/axes F], all others gathered; gradients in their accumulators' layout.
+    Cost:    as `jfsdp.engine.unit.call_traced` for each stage and tick, also for a stage without work; one reduction of
+             the gradients outside the stages. Over axis `pipe`, in each tick: the carry of the layers, once forward and
+             once backward, and the inputs and outputs of the pipeline, once each.
+    Memory:  the saved values of each of a stage's layers, times the microbatches between forward and backward; the
+             gradients outside the stages, whole, in float32.
 
     Args:
       apply: the sharded model on an engine of program `manual`, inside its `on_rows`.
       fn: as `ShardedApply.vjp`.
       source: weights at rest.
       micro: rows of all microbatches, [M, B/M ...].
-      sums: what gradients are added to, by name, as they are accumulated.
-      schedule, repeats: as `get_schedule` takes and returns them.
-      cotangent: of the scalar that `fn` returns.
-      weight: of what `fn` returns beside it, what counts its rows, if the cotangent is to be divided by that of all
-        rows, and the sums to be multiplied by it. It must not depend on weights of the model.
-      combine: adds what `fn` returns beside the scalar, of one microbatch to the sums so far.
-      start: what these sums begin with, from shapes.
+      sums: sums that gradients are added to, by name, in their accumulators' layout.
+      schedule, repeats: the result and an argument of `get_schedule`.
+      cotangent: the cotangent of the scalar that `fn` returns.
+      weight: selects the row count from the other outputs of `fn`, if the cotangent is to be divided by the count of
+        all rows, and the sums multiplied by it. The count must not depend on weights of the model.
+      combine: adds the other outputs of `fn` for one microbatch to the sums so far.
+      start: makes the initial sums from shapes.
     """
     pipeline = _Pipeline(apply, fn, source, state, micro, prefetch, cotangent, repeats)
     ticks = lay_out(schedule, jax.tree.leaves(micro)[0].shape[0], repeats)
@@ -112,9 +111,12 @@ def run_pipeline(
 
 
 class _Pipeline:
-    """Attributes:
-    staged, rest: weights at rest of the stages, and all others.
-    rows: what `rows_of` takes; `state` is the model's state after the last microbatch.
+    """One step of a pipeline.
+
+    Attributes:
+      staged, rest: weights at rest of the stages, and all others.
+      rows: as `rows_of` takes them.
+      state: the model's state after the last microbatch.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class _Pipeline:
         self.outer_engine = dataclasses.replace(engine, deferred=layout.data_axes)
         rows = jax.eval_shape(lambda micro: jax.tree.map(lambda x: x[0], micro), micro)
         self.trace = Trace(apply, fn, source, state, rows)
-        # A layer is traced once more as it is inside the stages, where `pipe` is no axis that a model may name.
+        # A layer is traced again as it is inside the stages, where `pipe` is not an axis that a model may name.
         inside = jax.sharding.get_abstract_mesh().update_axis_types({PIPE: AxisType.Manual})
         with jax.sharding.use_abstract_mesh(inside):
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (dict(source), state, rows))
@@ -154,7 +156,7 @@ class _Pipeline:
         self.rows = micro, before, {name: x for name, x in state.items() if name not in before}
 
     def _states(self, state: Arrays, micro: Any) -> tuple[Arrays, Arrays]:
-        """Return what of the state changes, before each microbatch, and all of it after the last."""
+        """Return the values that change, before each microbatch, and the whole state after the last."""
         traced, names = self.trace.traced, self.trace.changing
         if not names:
             return {}, state
@@ -171,7 +173,7 @@ class _Pipeline:
         return before, state | last
 
     def divide_by(self, weight: Callable[[Any], Any]) -> jax.Array:
-        """Divide the cotangent by the weight of all rows of all devices, and return that."""
+        """Divide the cotangent by the weight of all rows of all devices, and return that weight."""
         traced, num = self.trace.traced, self.trace.num_out
         (_, out), _ = jax.tree.unflatten(traced.tree, range(len(traced.jaxpr.outvars)))
         wanted = [place == weight(out) for place in range(len(traced.jaxpr.outvars))]
@@ -189,21 +191,21 @@ class _Pipeline:
         self.cotangent = self.cotangent / total
         return total
 
-    # Outside of the stages: all devices of `pipe` together, for one microbatch.
+    # Outside the stages: all devices of `pipe` together, for one microbatch.
 
     def _outer(self, block: Block, given: Sequence[Any] = (), live: Sequence[Any] | None = None) -> Step:
         shards = {place: path for place, path in self.trace.parts.shards.items() if path in self.rest}
         return Step(self.outer_engine, Prefetch(0, 0), block, shards, self.rest, given, live)
 
     def enter(self, microbatch: Any) -> tuple[list[Any], Callable[..., Arrays]]:
-        """Compute what the layers begin with; return also what adds its gradients to sums."""
+        """Compute the inputs of the layers; return also the function that adds its gradients to sums."""
         block = self.trace.parts.enter()
         forward = Forward(self._outer(block, live=inexact(block.outputs)))
         outs = typed(forward.run(self.trace.flat(*rows_of(self.rows, microbatch), self.rest)), block.outputs)
         return outs, lambda found, sums: Backward(forward.step, forward.records, sums).run(found)[0]
 
     def leave(self, microbatch: Any, hidden: Sequence[Any], sums: Arrays) -> tuple[Any, list[Any], Arrays]:
-        """Compute the loss of what the layers end with; return what `fn` returns beside it, its gradient, the sums."""
+        """Compute the loss from the final carry; return the other outputs of `fn`, the carry's gradient, the sums."""
         trace, outputs = self.trace, self.trace.parts.loop.outputs
         forward = Forward(self._outer(trace.parts.leave(trace.num_out), inexact(outputs[: len(hidden)])))
         flat = trace.flat(*rows_of(self.rows, microbatch), self.rest)
@@ -251,7 +253,7 @@ class _Pipeline:
 
     def _tick(self, held: Held, last: Any, combine: Combine, kind: Segment, state: _State, row: Row) -> _State:
         (waiting, sums, out, entered), rows = state, self.rows
-        tables = {name: x for name, x in row.items() if x.ndim}  # the others are of all stages together
+        tables = {name: x for name, x in row.items() if x.ndim}  # the others apply to all stages together
         if kind.has_forward:
             with jax.named_scope(f"{SCOPE}.tick.forward"):
                 waiting, last = _on_stages(self.stage.forward, (held, waiting, tables), (entered, *rows))
@@ -264,7 +266,7 @@ class _Pipeline:
             given = (held, last, waiting, tables), (found, *rows)
             with jax.named_scope(f"{SCOPE}.tick.backward"):
                 waiting, left = _on_stages(self.stage.backward, *given, (_STAGED, _WHOLE))
-            left = [jnp.where(row["left"] >= 0, x, 0) for x in left]  # else what a later part of stage 0 had begun with
+            left = [jnp.where(row["left"] >= 0, x, 0) for x in left]  # drop cotangents of stage 0's later parts
             _, add = self.enter(jnp.maximum(row["left"], 0))
             sums = add(left, sums)
         if kind.has_forward:
@@ -272,7 +274,7 @@ class _Pipeline:
         return _State(waiting, sums, out, entered)
 
     def _begin(self, ticks: Ticks, sums: Arrays, held: Held, given: Any, start: Callable[[Any], Any]) -> _State:
-        """Return what the first tick finds."""
+        """Return the state before the first tick."""
         entered, stages = given[0], self.stage.num_stages
         saved, left = jax.eval_shape(lambda *arrays: _on_stages(self.stage.saved, *arrays), held, given)
 
@@ -295,6 +297,6 @@ class _Pipeline:
 
 
 def _on_stages(fn: Callable[..., Any], staged: Any, given: Any, out: Any = _STAGED) -> Any:
-    """Run on each stage by itself; `staged` has a part for each along the first dim, `given` is the same for all."""
+    """Run on each stage separately; `staged` has a part per stage along the first dim, `given` is shared."""
     run = jax.shard_map(fn, in_specs=(_STAGED, _WHOLE), out_specs=out, axis_names={PIPE}, check_vma=False)
     return run(staged, given)

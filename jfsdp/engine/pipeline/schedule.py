@@ -1,19 +1,19 @@
-"""Schedules of a pipeline as tables of ints: which task a stage computes in which tick, forward and backward.
+"""Pipeline schedules as tables of ints: the forward and the backward task of each stage in each tick.
 
 [Note: ticks]
-All stages pass through the same ticks. In one a stage computes at most one forward and one backward of some of its
-layers, and what it makes reaches its neighbour in the next. The last stage may go back in the tick in which it went
-forward: the loss of a microbatch stands between. There are no branches: a stage that has nothing to do computes the
-same on rows of another microbatch, and nothing of it is used. Ticks in which no stage goes back (or forward) are
-programs of their own, without it.
+All stages run through the same ticks. In a tick, a stage computes at most one forward and one backward of some of its
+layers, and its outputs reach its neighbours in the next tick. The last stage may compute forward and backward of a
+microbatch in the same tick, with the loss between them. There are no branches: a stage without work computes the same
+on rows of another microbatch, and its outputs are not used. Ticks without any backward (or forward) are separate
+programs without it.
 
-A stage has v parts of the layers (`repeats`): part k of stage d is the (k P + d)-th of all, so that a microbatch goes
-round the stages v times. Task k M + m is part k of microbatch m. Where v > 1, P divides the number of microbatches M.
+A stage has v parts of the layers (`repeats`): part k of stage d is number k P + d of all parts, so that a microbatch
+passes all stages v times. Task k M + m is part k of microbatch m. If v > 1, P divides the number of microbatches M.
 
-`1f1b`: microbatch m enters part k of stage d in tick (m // P) P v + k P + m % P + d, and goes back through the parts in
-reverse, as soon as it may: on the last stage in the tick of its last forward. With v = 1 at most 2P-1 microbatches are
-between forward and backward on a stage, whatever M. `gpipe`: all go forward first, and all M wait. Both take vM+P-1
-times a forward and a backward of a part: a share (P-1)/(vM+P-1) of that is the bubble.
+`1f1b`: microbatch m enters part k of stage d in tick (m // P) P v + k P + m % P + d, and returns through the parts in
+reverse, as early as possible: on the last stage in the tick of its last forward. With v = 1 at most 2P-1 microbatches
+are between forward and backward on a stage, for any M. `gpipe`: all microbatches run forward first, and all M wait.
+Both take vM+P-1 times a forward and a backward of a part; the share (P-1)/(vM+P-1) of that is the bubble.
 Sources: GPipe (arXiv 1811.06965), PipeDream-Flush (arXiv 2006.09503), interleaved stages (arXiv 2104.04473).
 """
 
@@ -38,12 +38,12 @@ Table = Sequence[Sequence[int]]
 
 @dataclasses.dataclass(frozen=True)
 class StageCalls:
-    """What the calls of units in a stage decide; see [Note: the ends of a stage] in pipeline/stage.py.
+    """Facts about the calls of units in a stage; see [Note: the ends of a stage] in pipeline/stage.py.
 
     Attributes:
       stay: whether the ends of the stage stay gathered.
-      first, last: the units called first and last, whose gathered weights stay; the second from forward to backward.
-      left: the unit of whose gradient one waits for the next tick.
+      first, last: the units called first and last, whose weights stay gathered; the last from forward to backward.
+      left: the unit with a gradient that waits for the next tick.
       silent: the units without a backward.
     """
 
@@ -56,13 +56,13 @@ class StageCalls:
 
 @dataclasses.dataclass(frozen=True)
 class Passes:
-    """How often the stages of a pipeline go through their layers in a step.
+    """How often a pipeline's stages run through their layers in a step.
 
     Attributes:
-      forward, backward: the ticks in which they do, each through one part of their layers.
-      repeats: into how many parts these fall.
+      forward, backward: the number of ticks with work; each runs through one part of a stage's layers.
+      repeats: the number of parts per stage.
       turns: whether gathers run ahead, so that the ends of a stage may stay gathered.
-      calls: of a stage, once they are traced; None: each unit is called once, in the order of the layout.
+      calls: of a stage, from its trace; None: each unit is called once, in the order of the layout.
     """
 
     forward: int
@@ -75,12 +75,12 @@ class Passes:
 @checked
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A schedule of one's own.
+    """A custom schedule.
 
     Attributes:
-      forward, backward: [ticks, P] ints: the task, from 0, that a stage computes in a tick; -1 is none. With one part
-        per stage a task is a microbatch, else k M + m is part k of microbatch m. Each stage takes each task forward
-        once, and backward once.
+      forward, backward: [ticks, P] ints: the task, from 0, that a stage computes in a tick, or -1 for none. With one
+        part per stage a task is a microbatch; otherwise task k M + m is part k of microbatch m. Each stage runs each
+        task once forward and once backward.
     """
 
     forward: Sequence[Sequence[int]]
@@ -91,24 +91,24 @@ class Schedule:
             object.__setattr__(self, name, tuple(tuple(map(int, row)) for row in getattr(self, name)))
 
     def passes(self, repeats: int, turns: bool, calls: StageCalls | None = None) -> Passes:
-        """Return how often the stages go through their layers; `turns`, `calls` as those of `Passes`."""
+        """Return how often the stages run through their layers; `turns` and `calls` as in `Passes`."""
         busy = [sum(any(task != IDLE for task in row) for row in table) for table in (self.forward, self.backward)]
         return Passes(busy[0], busy[1], repeats, turns, calls)
 
 
 def turns_stay(prefetch: Prefetch, repeats: int) -> bool:
-    """Tell whether the ends of a stage stay gathered: where gathers run ahead, and a stage has one part."""
+    """Tell whether the ends of a stage stay gathered: if gathers run ahead and a stage has one part."""
     return repeats == 1 and all(isinstance(ahead, int) and ahead > 0 for ahead in (prefetch.forward, prefetch.backward))
 
 
 @checked
 def get_schedule(asked: str | Schedule, stages: Size, microbatches: Size, repeats: Size = 1) -> Schedule:
-    """Return a schedule by its name, or one of one's own, checked.
+    """Return a schedule by its name, or a custom one after checks.
 
     Raises:
-      ValueError: for an unknown name; for a number of microbatches that `repeats` > 1 cannot have; for a table of
-        another number of stages, one in which a stage takes a task not once, and one in which a stage would need what
-        is not there yet, naming stage, task and tick.
+      ValueError: for an unknown name; for a number of microbatches that does not fit `repeats` > 1; for a table of
+        another number of stages, one in which a stage does not run each task once, and one in which a stage needs a
+        value before it exists, naming stage, task and tick.
     """
     if isinstance(asked, Schedule):
         _check(asked, stages, microbatches, repeats)
@@ -120,7 +120,7 @@ def get_schedule(asked: str | Schedule, stages: Size, microbatches: Size, repeat
     if repeats > 1 and microbatches % stages:
         more = -microbatches % stages
         raise ValueError(
-            f"accumulate={microbatches} microbatches cannot go round {stages} stages (mesh axis {PIPE!r}) pipe_repeats="
+            f"accumulate={microbatches} microbatches cannot pass {stages} stages (mesh axis {PIPE!r}) pipe_repeats="
             f"{repeats} times: {stages} does not divide them; take {microbatches + more}, or pipe_repeats=1"
         )
     late = repeats * stages - 1 if asked == "1f1b" else repeats * microbatches + stages - 1
@@ -136,11 +136,11 @@ def get_schedule(asked: str | Schedule, stages: Size, microbatches: Size, repeat
 
 
 def schedule_of(layout: Layout, asked: str | Schedule, microbatches: int, repeats: int) -> Schedule | None:
-    """Return the schedule of a step on a layout; None where there is no pipeline.
+    """Return the schedule of a step on a layout; None without a pipeline.
 
     Raises:
-      ValueError: for a schedule or repeats without a pipeline, layers that fall into no such parts, activations of
-        layers in host memory; as `get_schedule`.
+      ValueError: for a schedule or repeats without a pipeline, layers that cannot be divided into such parts, and
+        activations of layers in host memory; as `get_schedule`.
     """
     stages = layout.num_stages
     if stages == 1:
@@ -154,13 +154,13 @@ def schedule_of(layout: Layout, asked: str | Schedule, microbatches: int, repeat
         remat = layout.policy(leaf.unit).remat
         if isinstance(remat, SaveNames) and remat.offload:
             raise ValueError(
-                f"unit {leaf.unit!r}: remat keeps {', '.join(remat.offload)} in host memory, and what waits for the "
-                f"backward of a stage (mesh axis {PIPE!r}) stays on the device; name them in SaveNames(save=), or not"
+                f"unit {leaf.unit!r}: remat keeps {', '.join(remat.offload)} in host memory, but values that wait "
+                f"for the backward of a stage (mesh axis {PIPE!r}) stay on the device; name them in SaveNames(save=)"
             )
         if leaf.shape[0] % (stages * repeats):
             raise ValueError(
-                f"{leaf.path}: {leaf.shape[0]} layers do not fall into pipe_repeats={repeats} parts for each of "
-                f"{stages} stages (mesh axis {PIPE!r}); {stages * repeats} has to divide them"
+                f"{leaf.path}: {leaf.shape[0]} layers cannot be divided into pipe_repeats={repeats} parts for each of "
+                f"{stages} stages (mesh axis {PIPE!r}); use a number of layers that {stages * repeats} divides"
             )
     return get_schedule(asked, stages, microbatches, repeats)
 
@@ -169,17 +169,17 @@ def _check(schedule: Schedule, stages: int, microbatches: int, repeats: int) -> 
     if len(schedule.forward) != len(schedule.backward):
         raise ValueError(
             f"schedule: forward has {len(schedule.forward)} ticks and backward {len(schedule.backward)}; give both the "
-            f"same, with {IDLE} where a stage has nothing to do"
+            f"same number, with {IDLE} for a stage without work"
         )
     for name, table in (("forward", schedule.forward), ("backward", schedule.backward)):
         for tick, row in enumerate(table):
             if len(row) != stages:
-                raise ValueError(f"schedule: {name} of tick {tick} has {len(row)} stages, and the mesh {stages}")
+                raise ValueError(f"schedule: {name} of tick {tick} has {len(row)} stages, but the mesh has {stages}")
         for stage in range(stages):
             found = sorted(row[stage] for row in table if row[stage] != IDLE)
             if found != list(range(repeats * microbatches)):
                 raise ValueError(
-                    f"schedule: stage {stage} computes tasks {found} {name}; it has to take each of "
+                    f"schedule: stage {stage} computes tasks {found} {name}; it must compute each of "
                     f"0..{repeats * microbatches - 1} once"
                 )
     times = _Times(schedule, microbatches, repeats)
@@ -202,7 +202,7 @@ def _refuse(name: str, place: int, stages: int, microbatch: int, tick: int, need
 
 
 class _Times:
-    """When a microbatch passes the parts of all stages, of which part k of stage d is the (k P + d)-th."""
+    """The tick in which a microbatch passes each part; part k of stage d is number k P + d of all parts."""
 
     def __init__(self, schedule: Schedule, microbatches: int, repeats: int):
         self.stages, self.microbatches, self.repeats = len(schedule.forward[0]), microbatches, repeats
@@ -224,11 +224,11 @@ class _Times:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Which places of a buffer the stages write and read in each tick.
+    """Slots of a buffer that the stages write and read in each tick.
 
     Attributes:
       write, read: [ticks, P] ints.
-      num: how many places there are.
+      num: the number of slots.
     """
 
     write: np.ndarray
@@ -238,16 +238,16 @@ class Places:
 
 @dataclasses.dataclass(frozen=True)
 class Ticks:
-    """A schedule with the place of everything that waits. Tables are [ticks, P] ints.
+    """A schedule with a buffer slot for every value that waits. Tables are [ticks, P] ints.
 
     Attributes:
       forward, backward: tasks.
-      entering, leaving, left: [ticks] ints, microbatches: which enters the first part; of which the loss is computed;
-        which leaves the first part backward.
-      saved: what a stage saves between forward and backward.
-      inputs: what has come from the stage before, and waits for the forward.
-      cotangents: what has come from the stage after, and waits for the backward.
-      hidden: what the last stage has made, and waits for its loss.
+      entering, leaving, left: [ticks] ints, microbatches: the one that enters the first part; the one whose loss is
+        computed; the one that leaves the first part backward.
+      saved: values that a stage saves between forward and backward.
+      inputs: values from the previous stage that wait for the forward.
+      cotangents: values from the next stage that wait for the backward.
+      hidden: outputs of the last stage that wait for their loss.
     """
 
     forward: np.ndarray
@@ -261,7 +261,7 @@ class Ticks:
     hidden: Places
 
     def tables(self) -> dict[str, np.ndarray]:
-        """Return all tables by name; `next` is what enters in the next tick in which any stage goes forward."""
+        """Return all tables by name; `next` is the microbatch that enters in the next tick with any forward."""
         found = {name: getattr(self, name) for name in ("forward", "backward", "entering", "leaving", "left")}
         going = self._going_forward()
         found["next"] = np.full(len(self.entering), IDLE)
@@ -272,14 +272,14 @@ class Ticks:
         return {name: table.astype(np.int32) for name, table in found.items()}
 
     def first_to_enter(self) -> int:
-        """Return the microbatch with which the first tick begins in which any stage goes forward."""
+        """Return the microbatch that enters in the first tick with any forward."""
         return int(self.entering[self._going_forward()[0]])
 
     def _going_forward(self) -> np.ndarray:
         return np.flatnonzero((self.forward != IDLE).any(1))
 
     def segments(self) -> Iterator[Segment]:
-        """Yield runs of ticks that compute alike, in their order."""
+        """Yield runs of ticks with the same computation, in order."""
         tables = zip(self.forward, self.leaving, self.backward, strict=True)
         kinds = [(f.max() != IDLE, h != IDLE, b.max() != IDLE) for f, h, b in tables]
         first = 0
@@ -289,7 +289,7 @@ class Ticks:
                 first = tick
 
     def rounds(self) -> Iterator[tuple[int, list[Segment]]]:
-        """Yield segments as often as they repeat: a number, and the segments of the first time."""
+        """Yield repeated groups of segments: the number of repetitions, and the segments of the first one."""
         left = list(self.segments())
         while left:
             times = {size: _num_alike(left, size) for size in (1, 2) if size <= len(left)}
@@ -299,8 +299,8 @@ class Ticks:
 
 
 class Segment(NamedTuple):
-    """Ticks that compute alike: where they begin, how many; whether stages go forward, a loss is computed, they go
-    back."""
+    """Ticks with the same computation: the first tick, their number, and whether any stage has a forward, a loss, a
+    backward."""
 
     first: int
     length: int
@@ -310,7 +310,7 @@ class Segment(NamedTuple):
 
 
 def _num_alike(segments: Sequence[Segment], size: int) -> int:
-    """Return how often the first segments come, one time after the other."""
+    """Return how often the first `size` segments repeat."""
     kinds = [segment[1:] for segment in segments]
     times = 1
     while kinds[times * size : (times + 1) * size] == kinds[:size]:
@@ -319,7 +319,7 @@ def _num_alike(segments: Sequence[Segment], size: int) -> int:
 
 
 def lay_out(schedule: Schedule, microbatches: int, repeats: int = 1) -> Ticks:
-    """Give everything that waits in a schedule a place, as few places as there are things that wait at once."""
+    """Assign a slot to every value that waits in a schedule, with the minimum number of slots."""
     forward, backward = np.asarray(schedule.forward), np.asarray(schedule.backward)
     times = _Times(schedule, microbatches, repeats)
     spans: dict[str, list[list[tuple[int, int]]]] = {}
@@ -344,12 +344,12 @@ def lay_out(schedule: Schedule, microbatches: int, repeats: int = 1) -> Ticks:
 
 
 def _place(spans: Sequence[Sequence[tuple[int, int]]], ticks: int, later: int) -> Places:
-    """Place what is written in one tick and read in another, by stage.
+    """Assign slots to values that are written in one tick and read in another, by stage.
 
-    A stage writes something in every tick, also where it is of no use: to a free place, or to one more.
+    A stage writes a value in every tick. A value that is not used goes to a free slot, or to an additional one.
 
     Args:
-      later: 1 if what is written in a tick is there in the next one only.
+      later: 1 if a value that is written in a tick arrives in the next one.
     """
     stages = len(spans)
     write, read = np.full((ticks, stages), IDLE), np.zeros((ticks, stages), int)

@@ -1,12 +1,12 @@
-"""What one stage of a pipeline computes in a tick: forward and backward of its layers.
+"""The forward and the backward of one pipeline stage in a tick.
 
-Everything here runs inside a `shard_map` over axis `pipe`; see [Note: how a pipeline runs] in run.py.
+All code here runs inside a `shard_map` over axis `pipe`; see [Note: how a pipeline runs] in run.py.
 
 [Note: the ends of a stage]
-A forward ends with the layer whose backward comes first, and a backward with the layer that the next forward begins
-with. So where gathers run ahead, the weights of the first layer stay gathered through all ticks, those of the last go
-from the forward of a tick to its backward, and the gradients of the first layer wait to be reduced behind the next
-backward. Else three collectives of every tick would have nothing to hide behind.
+A forward ends with the layer whose backward comes first, and a backward ends with the first layer of the next forward.
+So if gathers run ahead, the weights of the first layer stay gathered through all ticks, the weights of the last layer
+stay gathered from a tick's forward to its backward, and the gradients of the first layer are reduced during the next
+backward. Otherwise three collectives of every tick would be exposed.
 """
 
 from __future__ import annotations
@@ -31,13 +31,12 @@ from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import PIPE
 from jfsdp.layout.precision import is_key
 
-Row = dict[str, Any]  # of a tick: by table of `Ticks`, what it says of this stage
+Row = dict[str, Any]  # one tick: by table of `Ticks`, the entry for this stage
 
 
 class Waiting(NamedTuple):
-    """What a stage finds in a tick: what waits, in the places of `Ticks`; the sums of its gradients; and those that its
-    last backward has left to be reduced. Outside of the stages these are the arrays of all, one after the other along
-    the first dim."""
+    """Values that wait between ticks, in the slots of `Ticks`; the sums of gradients; and the gradients that the last
+    backward left unreduced. Outside the stages, the arrays of all stages are concatenated along the first dim."""
 
     inputs: list[Any]
     cotangents: list[Any]
@@ -48,29 +47,29 @@ class Waiting(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A stage's weights at rest; and gathered those of its first layer, or None. Outside as in `Waiting`."""
+    """A stage's weights at rest, and the gathered weights of its first layer, or None. Outside as in `Waiting`."""
 
     source: Arrays
     first: Any
 
 
 class Stage:
-    """A stage; `rows` are what `rows_of` takes.
+    """A stage; its methods take `rows` as `rows_of` does.
 
     Attributes:
       turns: whether gathers run ahead, so that the ends of the stage may stay; see [Note: the ends of a stage].
-      calls: of its units, filled by `ends`.
+      calls: facts about the calls of its units, filled by `ends`.
     """
 
     def __init__(self, trace: Trace, engine: Engine, prefetch: Prefetch, num_stages: int, repeats: int):
         self.trace, self.engine, self.prefetch = trace, engine, prefetch
         self.num_stages, self.repeats = num_stages, repeats
-        self._impls: Any = ()  # of what is saved, which keep their random keys as numbers
+        self._impls: Any = ()  # of the random keys in saved values, which are stored as numbers
         self.turns = turns_stay(prefetch, repeats)
         self.calls: StageCalls | None = None
 
     def _task(self, task: jax.Array, rows: Any) -> tuple[Any, Any]:
-        """Return part and microbatch of a task; of one that is none, those of the first."""
+        """Return part and microbatch of a task; (0, 0) for none."""
         num = jax.tree.leaves(rows)[0].shape[0]
         return jnp.maximum(task, 0) // num, jnp.maximum(task, 0) % num
 
@@ -79,23 +78,23 @@ class Stage:
         return self.trace.parts.loop.length // (self.num_stages * self.repeats)
 
     def _of_part(self, arrays: Arrays, part: Any) -> Arrays:
-        """Return the layers of a part."""
+        """Return a part's layers."""
         if self.repeats == 1:
             return arrays
         cut = lambda x: jax.lax.dynamic_slice_in_dim(x, part * self._length, self._length)  # noqa: E731
         return jax.tree.map(cut, arrays)
 
     def _with_part(self, arrays: Arrays, own: Arrays, part: Any) -> Arrays:
-        """Replace the layers of a part."""
+        """Replace a part's layers."""
         if self.repeats == 1:
             return own
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, part * self._length, 0)  # noqa: E731
         return jax.tree.map(put, arrays, own)
 
     def deal(self, arrays: Arrays, given: Any, *, back: bool = False) -> Arrays:
-        """Deal out the layers that this stage has at rest, one after the other, to the stages that compute them.
+        """Send this stage's layers at rest, which are consecutive, to the stages that compute them.
 
-        Layout:  [parts of neighbouring layers ..] -> [every P-th part ..]; `back` undoes it.
+        Layout:  [parts of consecutive layers ..] -> [every P-th part ..]; `back` is the inverse.
         Cost:    each part is sent once, by collective permutes over axis `pipe`.
         """
         num, length, index = self.num_stages, self._length, jax.lax.axis_index(PIPE)
@@ -128,7 +127,7 @@ class Stage:
         return dealt
 
     def _program(self, held: Held, rows: Any, task: Any, carry: Sequence[Any]) -> tuple[Step, list[Any]]:
-        """Return the program of the layers of a task (part, microbatch), and what it runs on."""
+        """Return the program of a task's layers (part, microbatch), and its inputs."""
         (part, microbatch), length = task, self._length
         parts, loop, source = self.trace.parts, self.trace.parts.loop, self._of_part(held.source, part)
         values = parts.beside_of(self.trace.flat(*rows_of(rows, microbatch), {}))
@@ -146,12 +145,12 @@ class Stage:
         return step, [values[var] for var in block.inputs]
 
     def ends(self, source: Arrays, given: Any) -> tuple[Any, Any]:
-        """Gather the weights of the first call forward and of the first one back; None where none of them moves."""
+        """Gather the weights of the first call of the forward and of the backward; None if nothing is gathered."""
         entered, *rows = given
         step, _ = self._program(Held(source, None), rows, (0, 0), entered)
         order, back = step.order, step.order_back
         ends = [(call, iteration) for call, _, iteration in (order[0], order[-1])]
-        # The last call forward may have no backward: what stays would be another's weights.
+        # The last call of the forward may have no backward; then its weights are not those that the backward needs.
         stay = self.turns and bool(back) and order[-1][0] is back[0][0]
         found = {end: step.weights.fetch(*end, None) if stay else None for end in ends}
         first, last = (found[end] for end in ends)
@@ -163,7 +162,7 @@ class Stage:
         return _all(first), _all(last)
 
     def saved(self, held: Held, given: Any) -> Any:
-        """Return what waits for the backward of a microbatch, and what that may leave; for their shapes."""
+        """Return the values that wait for a microbatch's backward, and the gradients it may leave, for their shapes."""
         entered, *rows = given
         step, flat = self._program(held, rows, (0, 0), entered)
         forward = Forward(step)
@@ -189,12 +188,12 @@ class Stage:
         return waiting, None if held.first is None else _all(forward.last)
 
     def ended(self, staged: tuple[list[Any], Row], given: Any) -> list[Any]:
-        """Give all stages what the last one has made."""
+        """Send the last stage's outputs to all stages."""
         hidden, row = staged
         return [_from_stage(self.num_stages - 1, x) for x in _take(hidden, row["hidden_read"])]
 
     def backward(self, staged: tuple[Held, Any, Waiting, Row], given: Any) -> tuple[Waiting, list[Any]]:
-        """Go back through the layers of a microbatch; return also the cotangents of what it had begun with."""
+        """Compute the backward of a microbatch's layers; return also the cotangents of their inputs."""
         (held, last, waiting, row), (found, *rows) = staged, given
         is_any, task = row["backward"][0] >= 0, self._task(row["backward"][0], rows)
         is_last = (jax.lax.axis_index(PIPE) == self.num_stages - 1) & (task[0] == self.repeats - 1)
@@ -208,7 +207,7 @@ class Stage:
         own = self._of_part(waiting.sums, task[0])
         backward = Backward(step, records, own, _own(last))
         if held.first is not None:
-            # Else XLA reduces them before the layers go forward, with nothing to hide behind.
+            # Otherwise XLA reduces them before the layers' forward, with no computation to overlap.
             begun, cotangents = jax.lax.optimization_barrier((_own(waiting.left), cotangents))
             backward.begin(begun)
         own, left = backward.run(cotangents)
@@ -220,7 +219,7 @@ class Stage:
         return waiting, [_from_stage(0, x) for x in left]
 
     def finish(self, staged: tuple[Held, Waiting], given: Any) -> Arrays:
-        """Return the sums, with what the last backward has left."""
+        """Return the sums, including the gradients that the last backward left."""
         (held, waiting), (entered, *rows) = staged, given
         if held.first is None:
             return waiting.sums
@@ -231,11 +230,11 @@ class Stage:
         return backward.sums.reduced
 
     def unread(self) -> list[Any]:
-        """Return values in the place of what the layers begin with, for a program that does not read them."""
+        """Return placeholders for the inputs of the layers, for a program that does not read them."""
         return [jnp.zeros(atom.aval.shape, atom.aval.dtype) for atom in self.trace.parts.begins]
 
     def _send(self, x: jax.Array, far: int) -> jax.Array:
-        """Send to the next stage, or the one before; what nobody sends to is zeros. Several parts go round."""
+        """Send to the next stage, or the previous one; a stage without a sender gets zeros. Repeats wrap around."""
         num = self.num_stages
         goes = [(stage, stage + far) for stage in range(num)]
         pairs = [(a, b % num) for a, b in goes if 0 <= b < num or self.repeats > 1]
@@ -243,7 +242,7 @@ class Stage:
 
 
 def _prepare(step: Step, flat: Sequence[Any]) -> None:
-    """Compute for a stage's backward what is the same in all of its layers."""
+    """Compute the residuals that are equal in all layers, for a stage's backward."""
     (loop,) = step.block.items
     assert isinstance(loop, Loop)
     env = dict(zip(step.block.inputs, flat, strict=True))
@@ -256,23 +255,23 @@ def _choose(mark: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
 
 
 def _from_stage(stage: int, x: jax.Array) -> jax.Array:
-    """Give all stages what one has. Cost: an all-reduce over axis `pipe`."""
+    """Send one stage's value to all stages. Cost: an all-reduce over axis `pipe`."""
     own = jnp.where(jax.lax.axis_index(PIPE) == stage, x, jnp.zeros_like(x))
     return jax.lax.psum(own.astype(jnp.int8), PIPE).astype(bool) if x.dtype == bool else jax.lax.psum(own, PIPE)
 
 
 def _numbers(values: Any) -> Any:
-    """Return random keys as numbers, which can be zeros."""
+    """Convert random keys to numbers, which can be zeros."""
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, values)
 
 
 def _all(own: Any) -> Any:
-    """Give a stage's arrays the dim along which those of all stages stand."""
+    """Add the dim along which the arrays of all stages are concatenated."""
     return jax.tree.map(lambda x: x[None], own)
 
 
 def _own(staged: Any) -> Any:
-    """Undo `_all`."""
+    """Remove the dim that `_all` adds."""
     return jax.tree.map(lambda x: x[0], staged)
 
 

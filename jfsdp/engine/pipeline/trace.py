@@ -1,4 +1,4 @@
-"""A loss traced for a pipeline, and what the trace runs on."""
+"""A loss traced for a pipeline, and the inputs of the trace."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jfsdp.layout.units import ROOT
 
 
 class Trace:
-    """A traced loss in its parts, and what it runs on.
+    """A traced loss in its parts, and the inputs of the trace.
 
     Attributes:
       calls: the calls of units in it.
       num_out: how many outputs are not the model's state.
-      changing: what of the state a microbatch changes, by name.
+      changing: the names of the state's values that a microbatch changes.
     """
 
     def __init__(self, apply: ShardedApply, fn: Callable[..., Any], source: Arrays, state: Arrays, rows: Any):
@@ -38,7 +38,7 @@ class Trace:
         self.parts: Parts = part(self.traced, self.calls, staged)
 
     def flat(self, rows: Any, state: Arrays, weights: Arrays) -> list[Any]:
-        """Return the inputs of the trace but for the weights of the root; None for weights that are not given."""
+        """Return the inputs of the trace without the root's weights; None for weights that are not given."""
         own = [weights.get(name) for name in self.names]
         return [*self.consts, *jax.tree.leaves(rows), *own, *jax.tree.leaves(state)]
 
@@ -47,7 +47,8 @@ def rows_of(rows: Any, microbatch: Any) -> tuple[Any, Arrays]:
     """Return the rows of a microbatch, and the model's state before it.
 
     Args:
-      rows: the rows of all microbatches, [M ...]; what of the state changes, before each, [M ...]; all else of it.
+      rows: the rows of all microbatches, [M ...]; the state's values that change, before each, [M ...]; the rest of
+        the state.
     """
     micro, before, always = rows
     own, changed = jax.tree.map(lambda x: at(x, microbatch), (micro, before))
@@ -55,5 +56,5 @@ def rows_of(rows: Any, microbatch: Any) -> tuple[Any, Arrays]:
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
-    """Return those values, or variables, that have a derivative."""
+    """Return the values, or variables, that may have a derivative."""
     return [x for x in values if is_inexact(getattr(x, "aval", x))]
