@@ -1,11 +1,12 @@
 """One unit in a step: gather, compute, free; gather again, differentiate, reduce.
 
 [Note: what a unit saves]
-Units are differentiated here and not by JAX's rules, so that one place decides what is kept between forward and
-backward. The forward is linearized under the unit's remat policy, and each residual is sorted by its dependencies.
-Values that depend on an activation are kept. The gathered weights, and every value computed only from weights (a cast,
-a reshape, a transpose), are dropped and recomputed from the shards in the backward. `jax.checkpoint` cannot do this: a
-policy sees primitives and not their dependencies, so a reshaped gathered weight is saved at full size.
+Units are differentiated here and not by JAX's rules, so that one place determines the arrays that are kept between
+forward and backward. The forward is linearized under the unit's remat policy, and each residual is sorted by its
+dependencies. Values that depend on an activation are kept. The gathered weights, and every value computed only from
+weights (a cast, a reshape, a transpose), are dropped and recomputed from the shards in the backward. `jax.checkpoint`
+cannot do this: a policy sees primitives and not their dependencies, so a reshaped gathered weight is saved at full
+size.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Where things live: pure data, no arrays, no collectives."""
+"""Sharding as data, without collectives."""

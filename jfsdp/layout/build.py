@@ -1,4 +1,4 @@
-"""Building the Layout: every stage of every leaf, from units, policies and a strategy."""
+"""Construction of the Layout: every stage of every leaf, from units, policies and a strategy."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def build_layout(
     offload: OffloadPolicy | None = None,
     storage: str = PER_PARAMETER,
 ) -> Layout:
-    """Decide every stage of every leaf.
+    """Make the layout: every stage of every leaf.
 
     Args:
       leaves: logical shape and dtype by path.
-      units: as `resolve_units` returns them.
+      units: from `resolve_units`.
       policies: precision, resharding and remat of each unit, by unit name.
       mesh: only its axis names and sizes matter.
-      rules: what holds for single leaves.
-      types: class of each leaf's variable, where the model's API has them.
-      names: what the model calls the dims of its leaves, where it does.
-      offload: what waits in host memory.
+      rules: settings of single leaves.
+      types: class of each leaf's variable, if the model's API has them.
+      names: the model's names of its leaves' dims, if it has them.
+      offload: what is offloaded to host memory.
       storage: one of `STORAGE_FORMS` in flat.py.
 
     Raises:
-      ValueError: for an axis that jfsdp does not know or the mesh lacks, selectors that choose nothing or
-        collide, and placements that cannot work.
+      ValueError: for an axis that jfsdp does not know or the mesh lacks, selectors that match nothing or collide, and
+        placements that are impossible.
     """
     form = storage_form(storage)
     sizes, rules = axis_sizes(mesh), rules or LeafRules()
@@ -85,7 +85,7 @@ def build_layout(
         min_size=min_size,
         adapters=adapters,
     )
-    _ = layout.sub_axes  # refuses numbers of devices that do not divide each other
+    _ = layout.sub_axes  # raises if numbers of devices do not divide each other
     return form.store(layout)
 
 
@@ -130,12 +130,12 @@ def _build_leaf(
 
 
 def _check_stages(units: Mapping[str, UnitInfo], stages: int) -> None:
-    """Refuse a pipeline of what is no stack."""
+    """Check that a pipeline has a stack of layers."""
     if stages > 1 and not any(unit.stacked for unit in units.values()):
         named = ", ".join(repr(name) for name in [*units][:4] if name) or "none"
         raise ValueError(
-            f"mesh axis {PIPE!r} (size {stages}) cuts the layers of a stack, and no unit is one (units: {named}): "
-            "layers in a list are no pipeline; stack them (nnx.vmap of their class, nn.scan; stacked=True in models "
+            f"mesh axis {PIPE!r} (size {stages}) cuts the layers of a stack, but no unit is one (units: {named}): "
+            "layers in a list cannot be cut; stack them (nnx.vmap of their class, nn.scan; stacked=True in models "
             "here), scan over the stack, and make it a unit, or give the devices of the axis to another"
         )
 
@@ -147,17 +147,17 @@ def _stage_cut(path: str, shape: tuple[int, ...], unit: UnitInfo, stages: int) -
     if shape[0] % stages:
         raise ValueError(
             f"{path}: {shape[0]} layers of unit {unit.name!r} cannot be cut over mesh axis {PIPE!r} (size {stages}), "
-            "which does not divide them; take a size that does"
+            "which does not divide them; use a size that does"
         )
     return (Cut(0, PIPE, stages, f"stages of unit {unit.name!r}"),)
 
 
 def _check_kept(path: str, unit: UnitInfo, policy: UnitPolicy, choice: Choice) -> None:
-    """What is kept is decided by unit: a leaf's own strategy must not need more than its unit keeps."""
+    """Check that a leaf's own strategy does not require more kept arrays than its unit keeps."""
     own, keeps = choice.strategy, choice.strategy.reshard_after_forward
     if choice.placed and policy.reshard_after_forward is True and own.axes("param") and keeps is not True:
         raise ValueError(
-            f"{path}: {choice.placed}, and strategy {own.name!r} has reshard_after_forward={keeps!r}, while its unit "
+            f"{path}: {choice.placed}, and strategy {own.name!r} has reshard_after_forward={keeps!r}, but its unit "
             f"{unit.name!r} is resharded; set that unit's reshard_after_forward with per_unit"
         )
 
@@ -193,12 +193,12 @@ _SPLIT_STAGES = ("param", "grad", "opt")
 def _stages(
     path: str, dtype: str, use: str, trainable: bool, strategy: Strategy, reshard: bool | int, sizes: Mapping[str, int]
 ) -> dict[str, Stage | None]:
-    """Spell a strategy out for one leaf.
+    """Return a leaf's stages under a strategy.
 
-    Where the optimizer is split finer than the parameters and compute is in lower precision, the master is split like
-    the optimizer and a low-precision copy stands at rest (ZeRO, arXiv 1910.02054, section 3: 2P + 12P/N bytes).
-    A finer stage cuts the pieces of a coarser one further, so that no piece crosses to other devices between the two:
-    the axes of `param` are its major ones.
+    If the optimizer is split finer than the parameters and compute is in lower precision, the master is split like the
+    optimizer, and a low-precision copy is kept at rest (ZeRO, arXiv 1910.02054, section 3: 2P + 12P/N bytes).
+    A finer stage splits the pieces of a coarser one further, so that no piece moves to another device between the two:
+    the axes of `param` are its major axes.
     """
     present = {stage: [axis for axis in strategy.axes(stage) if sizes.get(axis, 1) > 1] for stage in _SPLIT_STAGES}
     param = tuple(present["param"])
@@ -220,7 +220,7 @@ def _stages(
 
 
 def _kept(path: str, dtype: str, param: tuple[str, ...], reshard: bool | int, sizes: Mapping[str, int]) -> Stage:
-    """Return the stage between forward and backward: as at rest, whole, or split `reshard` ways over neighbours."""
+    """Return the stage between forward and backward: sharded as at rest, whole, or split over `reshard` neighbours."""
     num_shards = math.prod(sizes[axis] for axis in param)
     if reshard is True or not param:
         return Stage(param, dtype)

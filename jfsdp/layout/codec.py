@@ -1,10 +1,9 @@
-"""Codecs: frozen weights at rest, and gathered, in 8 or 4 bits, with a scale for each block.
+"""Codecs: frozen weights in 8 or 4 bits, at rest and in gathers, with a scale for each block.
 
 [Note: where codes are]
-A coded leaf has its codes in the place of its values and its scales beside it, as a leaf of its own: `kernel` and
-`kernel.scales`. Both are leaves like any other to layouts, gathers, theory, plans and checkpoints; whoever runs a
-unit's call decodes what was gathered. Blocks lie along the last dim in logical coordinates, so codes are the same bits
-on every mesh.
+The codes of a leaf replace its values, and its scales are a separate leaf next to it: `kernel` and `kernel.scales`.
+Layouts, gathers, theory, plans and checkpoints treat both like other leaves. A unit's call decodes the gathered codes.
+Blocks are along the last dim of the logical shape, so that the bits of the codes are the same on every mesh.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ _NF4 = (
     *(-0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725),
     *(0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
-_INT4 = tuple(level / 7 for level in range(-8, 8))  # -8 is never taken
+_INT4 = tuple(level / 7 for level in range(-8, 8))  # -8 is never used
 
 
 @dataclasses.dataclass(frozen=True)
 class Codec:
-    """How a weight is coded, block by block of its last dim.
+    """The encoding of a weight, in blocks of its last dim.
 
     Attributes:
-      bits: of a code; two of 4 bits share a byte, the first in its low half.
-      block: elements that share a scale, which is the largest absolute value among them.
-      levels: what codes stand for, times the scale; (): code / 127.
-      scale_dtype: of the scales.
+      bits: bits of a code; two codes of 4 bits share a byte, the first in its low half.
+      block: elements that share a scale, which is their largest absolute value.
+      levels: values of the codes, in units of the scale; (): code / 127.
+      scale_dtype: the dtype of the scales.
     """
 
     name: str
@@ -49,12 +48,12 @@ class Codec:
 
     @property
     def dtype(self) -> str:
-        """Of the codes at rest and in gathers."""
+        """The dtype of the codes at rest and in gathers."""
         return "int8" if self.bits == 8 else "uint8"
 
     @property
     def per_item(self) -> int:
-        """How many codes share an item."""
+        """How many codes share an item of the array."""
         return 8 // self.bits
 
     def code_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -64,16 +63,16 @@ class Codec:
         return (*shape[:-1], shape[-1] // self.block)
 
     def value_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the values of codes."""
+        """Return the shape of the decoded values."""
         return (*codes[:-1], codes[-1] * self.per_item)
 
     def encode(self, values: Any, xp: Any = jnp) -> tuple[Any, Any]:
-        """Return codes and scales of floating values.
+        """Return codes and scales of floating-point values.
 
         Layout:  [... F] -> [... F/per_item], [... F/block]
 
         Args:
-          xp: jax.numpy, or numpy for values on the host; codes are the same.
+          xp: jax.numpy, or numpy for values on the host; codes are equal.
         """
         blocks, scales = self._blocks(values, xp), self.scales(values, xp)
         wide = scales.astype(xp.float32)[..., None]
@@ -86,7 +85,7 @@ class Codec:
         return pairs[..., 0] | (pairs[..., 1] << 4), scales
 
     def scales(self, values: Any, xp: Any = jnp) -> Any:
-        """Return the scales alone, as `encode`. Layout: [... F] -> [... F/block]."""
+        """Return only the scales of `encode`. Layout: [... F] -> [... F/block]."""
         return xp.max(xp.abs(self._blocks(values, xp)), axis=-1).astype(jnp.dtype(self.scale_dtype))
 
     def _blocks(self, values: Any, xp: Any) -> Any:
@@ -111,17 +110,18 @@ Coded = Mapping[Any, str]  # by selector, the name of a codec
 
 
 def scales_of(path: str) -> str:
-    """Return the name of the scales of a leaf."""
+    """Return the name of a leaf's scales."""
     return f"{path}.{SCALES}"
 
 
 def find_codecs(
     coded: Coded, leaves: Mapping[str, jax.ShapeDtypeStruct], stacked: Mapping[str, int], types: Mapping[str, type]
 ) -> dict[str, Codec]:
-    """Return the codec of each leaf that is coded.
+    """Return the codec of each leaf that is quantized.
 
     Raises:
-      ValueError: for an unknown codec, leaves that are no floating matrices, and a last dim that blocks do not divide.
+      ValueError: for an unknown codec, leaves that are not floating-point matrices, and a last dim that blocks do not
+        divide.
     """
     found: dict[str, Codec] = {}
     for selector, name in coded.items():
@@ -135,13 +135,13 @@ def find_codecs(
                 )
             if not jnp.issubdtype(leaf.dtype, jnp.floating) or len(leaf.shape) - stacked[path] < 2:
                 raise ValueError(
-                    f"{path}: jfsdp.quantize {words} chooses it, and shape {tuple(leaf.shape)} ({leaf.dtype}) is "
-                    "that of no matrix; choose kernels, such as '**.kernel'"
+                    f"{path}: jfsdp.quantize {words} matches it, but shape {tuple(leaf.shape)} ({leaf.dtype}) is not "
+                    "a floating-point matrix; select kernels, such as '**.kernel'"
                 )
             if leaf.shape[-1] % codec.block:
                 raise ValueError(
-                    f"{path}: dim {len(leaf.shape) - 1} (size {leaf.shape[-1]}) is no multiple of {codec.block}, the "
-                    f"block of codec {name!r}; leave this leaf out of jfsdp.quantize"
+                    f"{path}: dim {len(leaf.shape) - 1} (size {leaf.shape[-1]}) is not a multiple of {codec.block}, "
+                    f"the block of codec {name!r}; leave this leaf out of jfsdp.quantize"
                 )
             found[path] = codec
     return found

@@ -7,15 +7,15 @@
     ...
     buffer                       | a[0] | b[0:2] | a[1] | b[2:4] | ...
 
-A device's chunk is what the device would hold of each leaf, flattened and concatenated. PyTorch FSDP1 concatenates
-whole leaves first and cuts then, so that a leaf may begin in the middle of one chunk and end in the next. Here every
-chunk has its leaves at the same places, for two reasons: all devices run one program, which can name a leaf's part of a
-chunk only if it is the same part everywhere; and so a chunk is made of the shards of leaves, which a state holds by
-their names, without moving a byte between devices. The price is padding by leaf, where FSDP1 pads once per buffer, and
-a copy of a device's shards before each gather, as FSDP2 makes one.
+A device's chunk is its part of each leaf, flattened and concatenated. PyTorch FSDP1 concatenates whole leaves first and
+splits afterwards, so that a leaf may begin in the middle of one chunk and end in the next. Here every chunk has its
+leaves at the same positions, for two reasons. All devices run one program, in which a leaf's part of a chunk must be
+the same everywhere. And a chunk consists of the shards of leaves, which a state has by name, so that nothing moves
+between devices. The cost is padding by leaf, where FSDP1 pads once per buffer, and a copy of a device's shards before
+each gather, as in FSDP2.
 
-A buffer of leaves that an axis cuts has one dim more, [layers, parts, chunks * chunk]: device (t, n) holds chunk n of
-part t, of the n-th piece of what is left of each leaf in that part.
+A buffer of leaves that an axis cuts has one more dim, [layers, parts, chunks * chunk]: device (t, n) has chunk n of
+part t, which consists of the n-th piece of each leaf's part t.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ from jfsdp.layout.split_dim import DEFAULT_MIN_SIZE
 
 
 def in_buffers(layout: Layout) -> Layout:
-    """Put the leaves of every unit into buffers: one for each dtype and life that they have.
+    """Put the leaves of every unit into buffers, one for each combination of dtype, stages and cuts.
 
     Raises:
-      ValueError: for the stages of a pipeline.
+      ValueError: for a pipeline.
     """
     if layout.num_stages > 1:
         raise ValueError(
-            f"storage={FLAT!r}: the leaves of a unit stand in one array, which mesh axis {PIPE!r} (size "
-            f"{layout.num_stages}) does not cut into layers; use storage='per_parameter'"
+            f"storage={FLAT!r}: the leaves of a unit are stored in one array, which mesh axis {PIPE!r} (size "
+            f"{layout.num_stages}) cannot cut into layers; use storage='per_parameter'"
         )
     groups: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in layout.leaves:
@@ -59,7 +59,7 @@ def in_buffers(layout: Layout) -> Layout:
 
 @dataclasses.dataclass(frozen=True)
 class StorageForm:
-    """A storage form: the smallest leaves that are split, and what makes the layout of it."""
+    """A storage form: the minimum size of leaves that are split, and a function that stores a layout in this form."""
 
     min_size: int
     store: Callable[[Layout], Layout]
@@ -123,18 +123,18 @@ def move_together(
     values: Mapping[str, jax.Array],
     move: Callable[[Leaf, int, jax.Array], jax.Array],
 ) -> dict[str, jax.Array]:
-    """Move leaves: each by itself, or those of a buffer as one array.
+    """Move leaves: each separately, or the leaves of a buffer as one array.
 
     Args:
-      pairs: each leaf with the number of layer dims that a scan has taken off.
+      pairs: each leaf with the number of layer dims that scans have removed.
       values: by name, in their stored shape or parts of it.
       move: `f(leaf or buffer, sliced, value)`.
 
     Returns:
-      By name, the leaves of `pairs` as they are then.
+      By name, the moved leaves of `pairs`.
 
     Raises:
-      ValueError: if only some leaves of a buffer are called, or layers of an undeclared stack.
+      ValueError: if a call takes only some leaves of a buffer, or layers of an undeclared stack.
     """
     if not layout.buffers:
         return {leaf.path: move(leaf, sliced, values[leaf.path]) for leaf, sliced in pairs}
@@ -143,12 +143,12 @@ def move_together(
     for buffer, sliced in buffers.items():
         if missing := [view.path for view in buffer.views if view.path not in values]:
             raise ValueError(
-                f"{missing[0]}: a call of unit {buffer.unit!r} leaves it out, and it moves in one buffer with what "
-                "the call takes; make units of the modules that are called, or use storage='per_parameter'"
+                f"{missing[0]}: a call of unit {buffer.unit!r} does not take it, but it moves in one buffer with "
+                "leaves that the call takes; make units of the modules that are called, or use storage='per_parameter'"
             )
         if sliced > buffer.stacked:
             raise ValueError(
-                f"{buffer.views[0].path}: moves in one array with others, without its layer dim, but unit "
+                f"{buffer.views[0].path}: moves in one array with other leaves, without its layer dim, but unit "
                 f"{buffer.unit!r} is called inside a scan over it; declare the layer dim: "
                 f"units=[jfsdp.Unit(..., stacked={sliced})]"
             )
@@ -161,10 +161,10 @@ def unpack(buffer: Buffer, value: jax.Array, sliced: int = 0) -> dict[str, jax.A
 
     Args:
       value: [layers, chunks * chunk], or [layers, parts, chunks * chunk]: the whole buffer or any number of its chunks.
-      sliced: how many layer dims are sliced from it.
+      sliced: the number of layer dims that are removed.
 
     Returns:
-      By name, the leaves in their stored shape, or what these chunks hold of them.
+      By name, the leaves in their stored shape, or their parts in these chunks.
     """
     lead = value.shape[: buffer.stacked - sliced]
     assert value.ndim == len(buffer.shape) - sliced, f"{buffer.path}: {value.shape} without {sliced} layer dims"
@@ -180,7 +180,7 @@ def unpack(buffer: Buffer, value: jax.Array, sliced: int = 0) -> dict[str, jax.A
 
 
 def pack(buffer: Buffer, leaves: Mapping[str, jax.Array], sliced: int = 0) -> jax.Array:
-    """Return the buffer of leaves in their stored shape, or the chunks of parts of them; undoes `unpack`.
+    """Return the buffer of leaves in their stored shape, or the chunks of parts of them; the inverse of `unpack`.
 
     Moves no data between devices.
     """
@@ -199,7 +199,7 @@ def pack(buffer: Buffer, leaves: Mapping[str, jax.Array], sliced: int = 0) -> ja
 
 
 def _order(view: View, num_lead: int) -> list[int]:
-    """Return an order of [layers, parts, chunks, *view.shape]: parts, then chunks, before the dims that they part."""
+    """Return an order of [layers, parts, chunks, *view.shape]: parts, then chunks, before the dims that they split."""
     order = [*range(num_lead)]
     before: dict[int, list[int]] = {}
     before.setdefault(view.cut or 0, []).append(num_lead)
@@ -210,7 +210,7 @@ def _order(view: View, num_lead: int) -> list[int]:
 
 
 def _sizes(view: View, num_parts: int, num_chunks: int) -> list[int]:
-    """Return the sizes of a leaf without its layer dims, or of what these chunks hold of it."""
+    """Return the sizes of a leaf without its layer dims, or of its part in these chunks."""
     sizes = list(view.shape)
     for dim, num in ((view.cut, num_parts), (view.dim, num_chunks)):
         if dim is not None:

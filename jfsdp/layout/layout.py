@@ -1,4 +1,4 @@
-"""The Layout: for every leaf, where each stage of its life stands, and why. Nothing downstream derives it again."""
+"""The Layout: the sharding of every leaf at every stage, with the reason. Other packages only read it."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from jfsdp.layout.units import UnitInfo
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """The table of all leaves on a mesh of given axis sizes. Immutable, comparable, hashable; holds no arrays.
+    """The table of all leaves on a mesh of given axis sizes. Immutable, comparable and hashable, without arrays.
 
     Attributes:
-      buffers: under flat storage, the arrays in which the leaves of a unit move together; else empty.
-      adapters: what low-rank adapters of leaves compute; their parts are leaves too.
+      buffers: under flat storage, the arrays in which the leaves of a unit move together; otherwise empty.
+      adapters: the low-rank adapters of leaves; their parts are leaves too.
     """
 
     leaves: tuple[Leaf, ...]
@@ -56,34 +56,34 @@ class Layout:
 
     @functools.cached_property
     def by_path(self) -> Mapping[str, Leaf]:
-        """The leaves and buffers by name; an unknown name is a `KeyError` that tells close ones."""
+        """The leaves and buffers by name; an unknown name is a `KeyError` with close names."""
         return _ByPath({leaf.path: leaf for leaf in (*self.buffers, *self.leaves)})
 
     @property
     def storage(self) -> str:
-        """The storage form: whether leaves move one by one, or in buffers."""
+        """The storage form: whether leaves move separately, or in buffers."""
         return FLAT if self.buffers else PER_PARAMETER
 
     @property
     def moved(self) -> tuple[Leaf, ...]:
-        """What is gathered and reduced as one array each: the leaves, or the buffers that hold them."""
+        """The leaves, or the buffers that contain them, each of which is gathered and reduced as one array."""
         return self.buffers or self.leaves
 
     @functools.cached_property
     def buffer_of(self) -> Mapping[str, Buffer]:
-        """By leaf, the buffer in which it moves; empty where leaves move one by one."""
+        """By leaf, the buffer in which it moves; empty if leaves move separately."""
         return {view.path: buffer for buffer in self.buffers for view in buffer.views}
 
     def moved_with(self, paths: Iterable[str]) -> dict[str, None]:
-        """Return these leaves and all that move in the same buffers, in order and without repetition."""
+        """Return these leaves and all leaves in the same buffers, in order and without repetition."""
         groups = ([view.path for view in self.buffer_of[path].views] if self.buffers else [path] for path in paths)
         return dict.fromkeys(itertools.chain.from_iterable(groups))
 
     def unit(self, name: str) -> UnitInfo:
-        """Return a unit; the root is the empty name.
+        """Return a unit by name; the root's name is empty.
 
         Raises:
-          ValueError: for an unknown name, telling close ones.
+          ValueError: for an unknown name, with close names.
         """
         return self.units[self._place(name)]
 
@@ -91,7 +91,7 @@ class Layout:
         """Return a unit's settings.
 
         Raises:
-          ValueError: for an unknown name, telling close ones.
+          ValueError: for an unknown name, with close names.
         """
         return self.policies[self._place(name)]
 
@@ -103,7 +103,7 @@ class Layout:
 
     @functools.cached_property
     def sub_axes(self) -> SubAxes:
-        """The axes that some stage splits only in part, each as (name, size) of its parts, major to minor."""
+        """The axes over which some stage is only partly split, each as (name, size) of its parts, major to minor."""
         ways: dict[str, dict[int, str]] = {}
         for leaf in self.leaves:
             for _, stage in leaf.stages:
@@ -115,7 +115,7 @@ class Layout:
         """Return the layout of a step that gathers units (all, or some by name) before its first microbatch.
 
         Args:
-          to: the stage in which they are from then on, "use" or "kept".
+          to: the stage to which they are gathered, "use" or "kept".
         """
         held = {unit.name for unit in self.units} if units is None else set(units)
 
@@ -137,30 +137,30 @@ class Layout:
 
     @property
     def num_stages(self) -> int:
-        """The number of stages of the pipeline; 1: there is none."""
+        """The number of pipeline stages; 1 without a pipeline."""
         return self.num_shards([PIPE])
 
     @functools.cached_property
     def _staged(self) -> Mapping[str, bool | int]:
-        """By unit of the stages of a pipeline, whether it is freed after its forward, as its policy says."""
+        """The policy of resharding after forward, by unit of the pipeline stages."""
         staged = {leaf.unit for leaf in self.leaves if leaf.is_staged}
         pairs = zip(self.units, self.policies, strict=True)
         return {unit.name: policy.reshard_after_forward for unit, policy in pairs if unit.name in staged}
 
     @property
     def kept_in_pipeline(self) -> tuple[str, ...]:
-        """The units of stages that are kept in part: `kept` is made once per step, and each tick gathers from it."""
+        """The units in stages that are partly kept: `kept` is made once per step, and each tick gathers from it."""
         return tuple(name for name, reshard in self._staged.items() if not isinstance(reshard, bool))
 
     @property
     def gathered_in_pipeline(self) -> tuple[str, ...]:
-        """The units that are gathered once per step of a pipeline: those outside of its stages, and those of stages
-        that are not freed after their forward."""
+        """The units that a pipeline gathers once per step: units outside its stages, and units in stages that are not
+        freed after their forward."""
         names = [unit.name for unit in self.units if self.num_stages > 1]
         return tuple(name for name in names if self._staged.get(name, False) is False)
 
     def in_stage(self) -> Layout:
-        """Return the layout of what one stage of a pipeline computes: its layers of the units that are cut, alone."""
+        """Return the layout of one pipeline stage, with only its layers of the units that are cut."""
         leaves = tuple(leaf.in_stage() for leaf in self.leaves if leaf.is_staged)
         paths = {leaf.path for leaf in leaves}
         own = [tuple(path for path in unit.leaves if path in paths) for unit in self.units]
@@ -169,25 +169,25 @@ class Layout:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes over which the batch is split here: those of size 1 split nothing."""
+        """The data axes of size above 1, over which the batch is split."""
         return tuple(axis for axis in DATA_AXES if self.num_shards([axis]) > 1)
 
     def num_shards(self, axes: Iterable[str]) -> int:
-        """Return into how many parts these axes split a dim."""
+        """Return the number of parts into which these axes split a dim."""
         sizes = dict(self.mesh_sizes)
         return math.prod(sizes.get(axis, 1) for axis in axes)
 
     def num_parts(self, stage: Stage) -> int:
-        """Return into how many parts a stage splits a leaf's dim."""
+        """Return the number of parts into which a stage splits a leaf's dim."""
         if stage.ways is None:
             return self.num_shards(stage.axes)
         return stage.ways * self.num_shards(stage.axes[1:])
 
     def reduce_dtype(self, leaf: Leaf) -> str:
-        """Return the dtype in which gradients of a leaf are summed over devices.
+        """Return the dtype in which gradients of a leaf are reduced over devices.
 
-        That in which it is used, unless its unit's `reduce_dtype` is another than its `param_dtype`: an ignored leaf,
-        which keeps its own dtype, is summed in that.
+        It is the dtype in use, unless its unit's `reduce_dtype` differs from `param_dtype`. So an ignored leaf, which
+        keeps its own dtype, is reduced in that dtype.
         """
         use, policy = leaf.stage("use").dtype, self.policy(leaf.unit).mp_policy
         is_apart = policy.reduce_dtype not in (None, policy.param_dtype)
@@ -198,11 +198,11 @@ class Layout:
         return math.prod(self.shard_shape(leaf, stage)) * item_bytes(leaf.stage(stage).dtype)
 
     def shard_shape(self, leaf: Leaf, stage: str) -> tuple[int, ...]:
-        """Return the shape of what a device holds of one stage of a leaf, padding included."""
+        """Return the shape of one device's shard of a leaf's stage, padding included."""
         return leaf.piece_shape(self.num_parts(leaf.stage(stage)))
 
     def sharding(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str) -> NamedSharding:
-        """Return the sharding and memory of a leaf's stage on a mesh of this layout's sizes, its axes split or not."""
+        """Return the sharding and memory of a leaf's stage on a mesh of this layout's sizes; its axes may be split."""
         on_device = self.on_device(mesh, leaf, stage)
         return on_device.with_memory_kind(HOST) if leaf.stage(stage).memory == HOST else on_device
 
@@ -210,32 +210,32 @@ class Layout:
         """Return the sharding of a leaf's stage while it is on the device.
 
         Raises:
-          ValueError: if the stage splits an axis in part and the mesh has that axis in one.
+          ValueError: if the stage splits an axis partly and that axis is not split on the mesh.
         """
         kind = leaf.stage(stage)
         if kind.ways is not None and kind.axes[0] in mesh.axis_names:
             raise ValueError(
-                f"{leaf.path}: stage {stage!r} splits axis {kind.axes[0]!r} (size {mesh.shape[kind.axes[0]]}) "
-                f"{kind.ways} ways only; use split_mesh(mesh, layout.sub_axes)"
+                f"{leaf.path}: stage {stage!r} splits axis {kind.axes[0]!r} (size {mesh.shape[kind.axes[0]]}) only "
+                f"{kind.ways} ways; use split_mesh(mesh, layout.sub_axes)"
             )
         return NamedSharding(mesh, leaf.spec(stage, sliced=sliced, sub_axes=self._sub_axes_on(mesh)))  # type: ignore[arg-type]
 
     def named_sharding(self, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
-        """Return the sharding of a spec over the axes of the layout, on a mesh whose axes may be split."""
+        """Return the sharding of a spec over the layout's axes, on a mesh that may have split axes."""
         entries = [(entry,) if isinstance(entry, str) else tuple(entry or ()) for entry in spec]
         expanded = [self.axes_on(mesh, axes) or None for axes in entries]
         return NamedSharding(mesh, PartitionSpec(*expanded))  # type: ignore[arg-type]
 
     def axes_on(self, mesh: Mesh | AbstractMesh, axes: Sequence[str]) -> tuple[str, ...]:
-        """Return the names of axes on a mesh of this layout's sizes, its axes split or not."""
+        """Return the names of axes on a mesh of this layout's sizes; its axes may be split."""
         return self.stage_axes_on(mesh, Stage(tuple(axes), ""))
 
     def stage_axes_on(self, mesh: Mesh | AbstractMesh, stage: Stage) -> tuple[str, ...]:
-        """Return the axes of a mesh of this layout's sizes over which a stage splits a leaf's dim."""
+        """Return the mesh axes over which a stage splits a leaf's dim."""
         return stage.expanded(self._sub_axes_on(mesh))
 
     def _sub_axes_on(self, mesh: Mesh | AbstractMesh) -> SubAxes:
-        """Read from a mesh how `split_mesh` has split the axes of the layout."""
+        """Return how `split_mesh` has split the layout's axes on a mesh."""
         split = [axis for axis, _ in self.mesh_sizes if axis not in mesh.axis_names]
         return {
             axis: tuple((name, mesh.shape[name]) for name in SUB_AXES.get(axis, ()) if name in mesh.axis_names)
@@ -243,7 +243,7 @@ class Layout:
         }
 
     def abstract(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str) -> jax.ShapeDtypeStruct:
-        """Return shape, dtype and sharding of a leaf's stage as it is stored."""
+        """Return shape, dtype and sharding of a leaf's stage as stored."""
         sharding = self.sharding(mesh, leaf, stage)
         return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage(stage).dtype, sharding=sharding)
 
@@ -259,7 +259,7 @@ class _ByPath(dict[str, Leaf]):
 
 
 def close_names(name: str, names: Iterable[str]) -> str:
-    """Tell which known names an unknown one may stand for: those below it, else close ones."""
+    """Return known names that an unknown one may mean: those below it, otherwise close ones."""
     known = [other for other in names if other]
     below = [other for other in known if other.startswith(f"{name}.")]
     if below:
@@ -272,7 +272,7 @@ def split_axis(axis: str, size: int, ways: Mapping[int, str]) -> tuple[tuple[str
     """Split an axis so that each of `ways` is the size of some of its minor parts.
 
     Args:
-      ways: numbers of devices, each with the unit that asks for it.
+      ways: numbers of devices, each with the unit that requests it.
 
     Raises:
       ValueError: if one of `ways` does not divide the next, or the axis.
@@ -290,5 +290,5 @@ def split_axis(axis: str, size: int, ways: Mapping[int, str]) -> tuple[tuple[str
 
 
 def num_parameters(leaves: Sequence[Leaf]) -> int:
-    """Count the values of leaves: no padding, no scales, and of codes that share an item each."""
+    """Count the values of leaves: without padding and scales; each of several codes in an item counts."""
     return sum(math.prod(leaf.shape) * leaf.per_item for leaf in leaves)

@@ -1,4 +1,4 @@
-"""One leaf of a Layout: its shape, the stages of its life, and the dims of it that an axis cuts."""
+"""One leaf of a Layout: its shape, its stages, and its cuts."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Stage:
     """One stage of a leaf.
 
     Attributes:
-      axes: the mesh axes over which its split dim is spread, major to minor; () is whole.
+      axes: the mesh axes that split its split dim, major to minor; () is whole.
       dtype: its dtype.
-      memory: "device", or "pinned_host" where it is offloaded.
-      ways: the first of `axes` is split this many ways over its neighbouring devices, and repeated beyond them (hpZ);
-        None: all of it.
+      memory: "device", or "pinned_host" if it is offloaded.
+      ways: the first of `axes` is split over this many neighbouring devices, and replicated beyond them (hpZ); None:
+        over all of them.
     """
 
     axes: tuple[str, ...]
@@ -33,7 +33,7 @@ class Stage:
     ways: int | None = None
 
     def expanded(self, sub_axes: SubAxes) -> tuple[str, ...]:
-        """Return its axes on a mesh of which some are split: each by its parts, of those split in part the minor."""
+        """Return its axes on a mesh with split axes: all parts of an axis, or its minor parts if `ways` is set."""
         expanded: list[str] = []
         for place, axis in enumerate(self.axes):
             parts = sub_axes.get(axis, ((axis, 0),))
@@ -47,13 +47,13 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A dim of a leaf of which a device has one part only, through the whole life of the leaf: also in compute.
+    """A dim of a leaf of which every device has only one part, at all stages, also in compute.
 
     Attributes:
-      dim: of the leaf's shape, layer dims counted.
-      axis: the mesh axis that cuts it. No gather, no reduction of the leaf runs over it.
+      dim: of the leaf's shape, including layer dims.
+      axis: the mesh axis that cuts it. No gather or reduction of the leaf runs over this axis.
       parts: the size of that axis.
-      reason: who asked for it.
+      reason: the origin of the request.
     """
 
     dim: int
@@ -64,12 +64,12 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One parameter: its logical shape, its owner, its split dim and padding with the reason, its stages and its cuts.
+    """One parameter: its logical shape, its unit, its split dim and padding with the reason, its stages and its cuts.
 
-    An element holds `per_item` of the model's values: several codes share one, and scales are none of them.
+    An element contains `per_item` of the model's values: more than 1 for codes, and 0 for scales.
 
     Stages: `param` (the master at rest), `work` (the low-precision copy at rest, or None), `use`, `kept`, `grad`,
-      `opt` (both None for a leaf that is not trained). What a stage splits is what the cuts leave of the leaf.
+      `opt` (both None for a leaf that is not trained). Stages split one part of a leaf that is cut.
     """
 
     path: str
@@ -93,12 +93,12 @@ class Leaf:
 
     @property
     def has_work(self) -> bool:
-        """Whether a low-precision copy is kept at rest beside the master."""
+        """Whether a low-precision copy is kept at rest in addition to the master."""
         return dict(self.stages)["work"] is not None
 
     @property
     def source(self) -> str:
-        """The stage at rest from which compute takes the leaf: `work` where there is one, else `param`."""
+        """The stage at rest that compute reads: `work` if the leaf has it, otherwise `param`."""
         return "work" if self.has_work else "param"
 
     @property
@@ -107,7 +107,7 @@ class Leaf:
         return any(cut.axis == PIPE and cut.dim < self.stacked for cut in self.cuts)
 
     def in_stage(self) -> Leaf:
-        """Return the leaf as one stage of a pipeline has it: with its own layers."""
+        """Return the leaf in one stage of a pipeline, with only the layers of that stage."""
         cuts = tuple(cut for cut in self.cuts if cut.dim >= self.stacked)
         own = cut_sizes(self.shape[: self.stacked], self.cuts)
         return dataclasses.replace(self, shape=(*own, *self.shape[self.stacked :]), cuts=cuts)
@@ -121,18 +121,18 @@ class Leaf:
 
     @property
     def cut_shape(self) -> tuple[int, ...]:
-        """The stored shape of what a device has of the leaf at all: with every cut dim divided."""
+        """The stored shape of one part of a leaf, with every cut dim divided."""
         return cut_sizes(self.stored_shape, self.cuts)
 
     def piece_shape(self, pieces: int) -> tuple[int, ...]:
-        """Return the shape of one of so many equal pieces of what a device has of the leaf."""
+        """Return the shape of one of `pieces` equal pieces of such a part."""
         shape = list(self.cut_shape)
         if self.dim is not None:
             shape[self.dim] //= pieces
         return tuple(shape)
 
     def cut_spec(self, sliced: int = 0) -> PartitionSpec:
-        """Return the spec of the cuts alone: of the leaf where no data axis splits it."""
+        """Return the spec of the cuts, without data axes."""
         return make_spec(len(self.shape), self.cuts, sliced=sliced)
 
     @property
@@ -142,11 +142,11 @@ class Leaf:
         return 1 - math.prod(self.shape) / stored if self.padding else 0.0
 
     def spec(self, stage: str, *, sliced: int = 0, sub_axes: SubAxes | None = None) -> PartitionSpec:
-        """Return the spec of a stage: what cuts a dim is major to what splits it, so that each part lies in one piece.
+        """Return the spec of a stage. Cuts are major to splits of a dim, so that each part is contiguous.
 
         Args:
-          sliced: this many leading dims are gone (inside a scan over a stack).
-          sub_axes: for a mesh whose axes are split, the parts of each axis; needed where a stage has `ways`.
+          sliced: the number of leading dims that are removed (inside a scan over a stack).
+          sub_axes: for a mesh with split axes, the parts of each axis; needed if a stage has `ways`.
         """
         axes = self.stage(stage).expanded(sub_axes or {})
         return make_spec(len(self.shape), self.cuts, self.dim, axes, sliced=sliced)
@@ -154,14 +154,14 @@ class Leaf:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """The place of one leaf in a chunk of its buffer.
+    """The position of one leaf in a chunk of its buffer.
 
     Attributes:
       path: the leaf's name.
       start, size: elements of a chunk.
-      shape: what a chunk holds of the leaf, its layer dims left out.
-      dim: which dim of `shape` the chunks part; None where there is one chunk.
-      cut: which dim of `shape` the buffer's parts part, major to the chunks; None where it has no cuts.
+      shape: the leaf's shape in a chunk, without its layer dims.
+      dim: which dim of `shape` the chunks split; None for a single chunk.
+      cut: which dim of `shape` the buffer's parts split, major to the chunks; None without cuts.
       logical_size: elements of the whole leaf, per layer and without padding.
     """
 
@@ -176,17 +176,17 @@ class View:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer(Leaf):
-    """Leaves of one unit, dtype, life and cuts as one array [layers, chunks * chunk] ([layers, parts, chunks * chunk]
-    where they are cut); see [Note: what a buffer looks like] in flat.py.
+    """Leaves of one unit with equal dtype, stages and cuts as one array [layers, chunks * chunk]; with cuts [layers,
+    parts, chunks * chunk]. See [Note: what a buffer looks like] in flat.py.
 
-    A `Leaf` to whatever moves it.
+    Code that moves leaves treats it as a `Leaf`.
     """
 
     views: tuple[View, ...] = ()
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts the leaves are cut."""
+        """The number of parts into which the leaves are cut."""
         return math.prod(cut.parts for cut in self.cuts)
 
     @property
@@ -203,7 +203,7 @@ class Buffer(Leaf):
 
 
 def cut_sizes(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[int, ...]:
-    """Return what cuts leave of a shape."""
+    """Return the shape of one part under cuts."""
     left = list(shape)
     for cut in cuts:
         if cut.dim < len(left):
@@ -217,7 +217,7 @@ def make_spec(
     """Return the spec of an array that is cut, and split along `dim` over `axes`, which are minor to its cuts.
 
     Args:
-      sliced: this many leading dims are gone.
+      sliced: the number of leading dims that are removed.
     """
     over: dict[int, tuple[str, ...]] = {}
     for cut in cuts:

@@ -1,4 +1,4 @@
-"""What is absurd about a Layout, in words: settings that work and do not do what somebody who chose them expects."""
+"""Warnings about a Layout: settings that work but probably do not do what the user expects."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from jfsdp.layout.units import ROOT
 PADDING_SHARE = 0.01
 REPEATED_SHARE = 0.01
 LARGE_ELEMENTS = 2**20
-ROOT_ELEMENTS = 2**22  # 16 MiB in float32: below that, one gather of a whole model is no waste
+ROOT_ELEMENTS = 2**22  # 16 MiB in float32: a whole model below this size may be gathered at once
 
 
 class LayoutWarning(UserWarning):
-    """Advice that `fully_shard` gives aloud."""
+    """Advice from `fully_shard`."""
 
 
 def advise(layout: Layout) -> list[str]:
-    """Return warnings, each with a remedy; none where all is as it should be."""
+    """Return warnings, each with a remedy."""
     found = (rule(layout) for rule in (_splits_nothing, _no_units, _shared, _replicated, _padded, _repeated))
     return [warning for warning in found if warning]
 
 
 def advise_memory(layout: Layout) -> list[str]:
-    """Return those warnings that tell of memory lost unasked: what `fully_shard` says aloud.
+    """Return the warnings about memory that is lost unintentionally, which `fully_shard` issues.
 
-    A large leaf is whole everywhere only on request (`placements`), and so is a mesh that splits
-    nothing; padding of a small model is a few bytes: only `advise` mentions these.
+    Only `advise` includes the others: a large leaf is replicated only on request (`placements`), a mesh that splits
+    nothing is a choice too, and the padding of a small model is a few bytes.
     """
     padding = sum(padding_elements(leaf) for leaf in layout.leaves)
     padded = _padded(layout) if padding >= LARGE_ELEMENTS else None
@@ -39,7 +39,7 @@ def advise_memory(layout: Layout) -> list[str]:
 
 
 def _no_units(layout: Layout) -> str | None:
-    """A model that is split at rest and gathered all at once, since the root unit owns everything."""
+    """Warn about a model that is split at rest and gathered all at once, since the root unit owns all leaves."""
     if any(unit.leaves for unit in layout.units if unit.name != ROOT):
         return None
     split = [leaf for leaf in layout.leaves if leaf.dim is not None and leaf.stage(leaf.source).axes]
@@ -54,20 +54,20 @@ def _no_units(layout: Layout) -> str | None:
 
 
 def _shared(layout: Layout) -> str | None:
-    """Leaves that units share, so that not they gather them but the root, for the whole step."""
+    """Warn about leaves that units share, which are gathered with the root for the whole step."""
     shared = layout.unit(ROOT).shared
     count = sum(math.prod(layout.by_path[leaf].shape) for leaf, _ in shared)
     if count < LARGE_ELEMENTS:
         return None
     leaf, users = shared[0]
     return (
-        f"{count:,} parameters that units share are gathered with the root unit, for the whole step ({leaf}, of "
-        f"{', '.join(users)}, and {len(shared) - 1} more); make a unit of the module that holds them"
+        f"{count:,} parameters that units share are gathered with the root unit, for the whole step ({leaf}, used by "
+        f"{', '.join(users)}, and {len(shared) - 1} more); make a unit of the module that contains them"
     )
 
 
 def _splits_nothing(layout: Layout) -> str | None:
-    """A strategy whose axes are of size 1 here."""
+    """Warn about a strategy whose axes have size 1."""
     sizes, strategy = dict(layout.mesh_sizes), layout.strategy
     if strategy.name == "ddp" or layout.num_shards(strategy.axes("opt")) > 1:
         return None
@@ -75,13 +75,11 @@ def _splits_nothing(layout: Layout) -> str | None:
         where = "one device" if math.prod(sizes.values()) == 1 else "one data shard"
         return f"{strategy.name} on {where}: {_split_there(layout)}"
     axes = " and ".join(map(repr, strategy.axes("opt")))
-    return (
-        f"{strategy.name} splits over axis {axes}, whose size is 1 here: nothing is split, as with ddp; give it a size"
-    )
+    return f"{strategy.name} splits over axis {axes}, whose size is 1: nothing is split, as with ddp; give it a size"
 
 
 def _split_there(layout: Layout) -> str:
-    """What is split where the strategy has no axis to split over."""
+    """Describe what is split although the strategy splits nothing."""
     cut = [leaf for leaf in layout.leaves if leaf.cuts]
     if not cut:
         return "nothing is split, as with ddp"
@@ -91,7 +89,7 @@ def _split_there(layout: Layout) -> str:
 
 
 def _replicated(layout: Layout) -> str | None:
-    """Leaves that every device holds whole although the strategy splits."""
+    """Warn about leaves that are replicated although the strategy splits."""
     if layout.num_shards(layout.strategy.axes("opt")) == 1:
         return None
     whole = [leaf for leaf in layout.leaves if leaf.dim is None and not leaf.cuts]
@@ -111,7 +109,7 @@ def _replicated(layout: Layout) -> str | None:
 
 
 def _repeated(layout: Layout) -> str | None:
-    """Axes of the model that cut little of what is stored."""
+    """Warn about model axes that cut few of the parameters."""
     for axis in MODEL_AXES:
         whole = [leaf for leaf in layout.leaves if all(cut.axis != axis for cut in leaf.cuts)]
         share = num_parameters(whole) / max(num_parameters(layout.leaves), 1)
@@ -120,13 +118,13 @@ def _repeated(layout: Layout) -> str | None:
             return (
                 f"mesh axis {axis!r} (size {layout.num_shards([axis])}) repeats {100 * share:.1f} % of the parameters, "
                 f"with their gradients and optimizer states, on each of its devices; the largest is {largest.path}. "
-                "Cut them by placements= or, where the model names dims in sharding metadata, by axis_rules="
+                "Cut them with placements= or, if the model names dims in sharding metadata, with axis_rules="
             )
     return None
 
 
 def _padded(layout: Layout) -> str | None:
-    """Padding that costs memory and traffic."""
+    """Warn about padding that costs memory and traffic."""
     stored = sum(math.prod(leaf.stored_shape) for leaf in layout.leaves)
     padding = sum(padding_elements(leaf) for leaf in layout.leaves)
     if padding <= PADDING_SHARE * stored:
@@ -135,6 +133,6 @@ def _padded(layout: Layout) -> str | None:
     size = most.shape[most.dim or 0]
     return (
         f"padding is {100 * padding / stored:.1f} % of all that is stored, most of it in {most.path} (dim {most.dim}: "
-        f"{size:,} stored as {size + most.padding:,}); take a mesh size that divides the model's dims, or a smaller "
+        f"{size:,} stored as {size + most.padding:,}); use a mesh size that divides the model's dims, or a smaller "
         "fsdp"
     )

@@ -1,4 +1,4 @@
-"""Low-rank adapters: which leaves have one, of which shapes, and where they are."""
+"""Low-rank adapters: which leaves have one, and the shapes and names of their parts."""
 
 from __future__ import annotations
 
@@ -14,29 +14,29 @@ from jfsdp.layout.select import Selectors, select_leaves
 from jfsdp.layout.strategy import Strategy
 
 A, B, MAGNITUDE = "lora_a", "lora_b", "lora_magnitude"
-LAYER = "lora_layer"  # the number of each layer of a stack, for dropout: what tells its masks from the others'
+LAYER = "lora_layer"  # the number of each layer of a stack, for different dropout masks in each
 
 
 @checked
 @dataclasses.dataclass(frozen=True)
 class LoRA:
-    """Train low-rank adapters beside frozen weights: `x @ W` becomes `x @ W + scale * (x @ A) @ B`.
+    """Low-rank adapters that are trained next to frozen weights: `x @ W` becomes `x @ W + scale * (x @ A) @ B`.
 
     Attributes:
       targets: the matrices that get an adapter: path globs, classes of variables, predicates `f(path, shape) -> bool`,
-        or a list of these; or by selector, how many of the first dims take the input, for weights of more than two dims
-        (`{"**.query.kernel": 1, "**.out.kernel": 2}`). Layer dims of a stack do not count.
+        or a list of these; or a dict from selectors to how many of the first dims take the input, for weights of more
+        than two dims (`{"**.query.kernel": 1, "**.out.kernel": 2}`). Layer dims of a stack do not count.
       rank: the inner size of A [in, rank] and B [rank, out].
       alpha: the scale is alpha / rank.
-      dropout: the share of its input that A sees as zeros while the model trains, from 0 to below 1; the rest is
-        divided by 1 - dropout. Each matrix, layer and microbatch has a mask of its own. With `dora` W sees them too,
-        for what the adapter adds, by one more product with it.
+      dropout: the share of A's input that is set to zero in training, from 0 to below 1; the rest is divided by
+        1 - dropout. Each matrix, layer and microbatch has a separate mask. With `dora`, the adapter's contribution
+        through W uses the masked input too, which takes one more product with W.
       rslora: the scale is alpha / sqrt(rank) (arXiv 2312.03732).
-      dora: train the norm of each column of W + scale * A @ B apart from its direction (arXiv 2402.09353).
-      also: leaves of the model that are trained as they are: norms, a new head; not those that `frozen=` chooses.
-      placement: the strategy of the adapters' own leaves. They are small: whole on every device they need no gather,
-        and one sum of gradients per unit.
-    Source: LoRA (arXiv 2106.09685). A begins uniform in +-1/sqrt(in), as PEFT's does, and B at zero.
+      dora: train the norm of each column of W + scale * A @ B separately from its direction (arXiv 2402.09353).
+      also: leaves of the model that are trained themselves, such as norms or a new head; `frozen=` must not match them.
+      placement: the strategy of the adapters' leaves. They are small: replicated, they need no gather and one reduction
+        of gradients per unit.
+    Source: LoRA (arXiv 2106.09685). A is initialized uniformly in +-1/sqrt(in), as in PEFT, and B to zero.
     """
 
     targets: Selectors | Mapping[Any, int]
@@ -50,10 +50,11 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha < math.inf:
-            raise ValueError(f"LoRA(alpha={self.alpha}): scales what adapters add; say a number above 0")
+            raise ValueError(f"LoRA(alpha={self.alpha}): must be a number above 0; the adapters' scale is alpha / rank")
         if not 0 <= self.dropout < 1:
             raise ValueError(
-                f"LoRA(dropout={self.dropout}): is the share of the input that A does not see; say 0 or more, below 1"
+                f"LoRA(dropout={self.dropout}): must be at least 0 and below 1; it is the share of A's input that is "
+                "set to zero"
             )
 
 
@@ -62,11 +63,11 @@ class Adapter:
     """The adapter of one leaf.
 
     Attributes:
-      path: the leaf's.
+      path: the leaf's path.
       stacked: how many of its leading dims are layer dims.
-      num_in: how many dims after these take the input; the rest are those of the output.
-      shape: of the leaf.
-      alpha, rslora: of which the scale is made.
+      num_in: how many dims after these take the input; the others are output dims.
+      shape: the leaf's shape.
+      alpha, rslora: they determine the scale.
     """
 
     path: str
@@ -82,21 +83,21 @@ class Adapter:
 
     @property
     def scale(self) -> float:
-        """What A @ B is multiplied by."""
+        """The factor of A @ B."""
         return scale_of(self.rank, self.alpha, self.rslora)
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """What is trained of it."""
+        """Its trained parts."""
         return (A, B, MAGNITUDE) if self.has_magnitude else (A, B)
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """What it is made of: its parts, and what its dropout needs."""
+        """All its leaves: its parts, and the layer numbers for dropout."""
         return (*self.parts, LAYER) if self.dropout else self.parts
 
     def name(self, part: str) -> str:
-        """Return the name of the leaf that is one part of it."""
+        """Return the name of the leaf of a part."""
         return f"{self.path}.{part}"
 
     def part_shape(self, part: str) -> tuple[int, ...]:
@@ -109,45 +110,45 @@ class Adapter:
         return sizes[: self.stacked], sizes[self.stacked : middle], sizes[middle:]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data that `json` writes, but for where its parts are."""
+        """Return it as plain data for `json`, without the placement."""
         return {name: value for name, value in dataclasses.asdict(self).items() if name != "placement"}
 
     def describe(self) -> str:
-        """Say in a line what decides what it computes, and where."""
+        """Return path and settings in one line."""
         return f"{self.path}: {self.kind}"
 
     @property
     def kind(self) -> str:
-        """What decides what it computes, in words."""
+        """The settings that determine its computation, as text."""
         more = ["rslora"] * self.rslora + ["dora"] * self.has_magnitude
         more += [f"dropout {self.dropout:g}"] if self.dropout else []
         return ", ".join([f"rank {self.rank}", f"alpha {self.alpha:g}", *more])
 
     @staticmethod
     def from_dict(data: Mapping[str, Any]) -> Adapter:
-        """Undo `to_dict`."""
+        """Make an adapter from the result of `to_dict`."""
         return Adapter(**{**data, "shape": tuple(data["shape"])})
 
 
 def scale_of(rank: int, alpha: float, rslora: bool) -> float:
-    """Return what A @ B is multiplied by."""
+    """Return the factor of A @ B."""
     return alpha / (math.sqrt(rank) if rslora else rank)
 
 
 def part_shapes(adapters: Mapping[str, Adapter]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of what is trained of adapters, by name."""
+    """Return shapes and dtypes of the adapters' trained parts, by name."""
     ones = [(one, part) for one in adapters.values() for part in one.parts]
     return {one.name(part): jax.ShapeDtypeStruct(one.part_shape(part), jax.numpy.float32) for one, part in ones}
 
 
 def layer_shapes(adapters: Mapping[str, Adapter]) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return shapes and dtypes of what is not trained of adapters, by name: numbers of layers."""
+    """Return shapes and dtypes of the adapters' layer numbers, which are not trained, by name."""
     ones = [one for one in adapters.values() if one.dropout]
     return {one.name(LAYER): jax.ShapeDtypeStruct(one.part_shape(LAYER), jax.numpy.uint32) for one in ones}
 
 
 def also(loras: Sequence[LoRA]) -> list[Any] | None:
-    """Return the selectors of what is trained beside adapters; None for none."""
+    """Return the selectors of leaves that are trained in addition to adapters; None for none."""
     chosen = []
     for lora in loras:
         chosen += lora.also if isinstance(lora.also, (list, tuple)) else [] if lora.also is None else [lora.also]
@@ -160,15 +161,16 @@ def find_adapters(
     stacked: Mapping[str, int],
     types: Mapping[str, type],
 ) -> dict[str, Adapter]:
-    """Return the adapters by the leaf that they adapt.
+    """Return the adapters by path of their leaf.
 
     Args:
-      loras: several are for different leaves.
+      loras: for different leaves.
       stacked: by path, how many leading dims are layer dims.
-      types: as `select_leaves` takes them.
+      types: as in `select_leaves`.
 
     Raises:
-      ValueError: for targets that match nothing, that two LoRAs match, or that are no matrices; for a rank above a dim.
+      ValueError: for targets that match nothing, that two LoRAs match, or that are not matrices; for a rank above a
+        dim.
     """
     found: dict[str, Adapter] = {}
     for lora in loras:
@@ -188,7 +190,7 @@ def _targets(
         for path in select_leaves("lora targets", selector, leaves, types):
             if chosen.get(path, num_in) != num_in:
                 raise ValueError(
-                    f"{path}: targets of one LoRA differ in how many dims take the input; make one narrower"
+                    f"{path}: targets of one LoRA differ in how many of its dims take the input; make one narrower"
                 )
             chosen[path] = num_in
     if not chosen:
@@ -201,25 +203,25 @@ def _adapter(lora: LoRA, path: str, leaf: jax.ShapeDtypeStruct, stacked: int, nu
     dims = shape[stacked:]
     if not jax.numpy.issubdtype(leaf.dtype, jax.numpy.floating) or len(dims) < 2:
         raise ValueError(
-            f"{path}: lora targets choose it, and its shape {dims} ({leaf.dtype}) is that of no matrix; choose "
-            "kernels, such as '**.kernel'"
+            f"{path}: lora targets match it, but shape {dims} ({leaf.dtype}) is not a floating-point matrix; "
+            "select kernels, such as '**.kernel'"
         )
     if num_in is None and len(dims) > 2:
         raise ValueError(
-            f"{path}: lora targets choose it, and of its {len(dims)} dims {dims} it is not said how many take the "
-            f"input; say targets={{{path!r}: 1}}, or, if the first is a layer dim, make a unit of its module "
+            f"{path}: lora targets match it, but do not define how many of its {len(dims)} dims {dims} take the input; "
+            f"set targets={{{path!r}: 1}}, or, if the first is a layer dim, make a unit of its module "
             "(jfsdp.Unit(..., stacked=1))"
         )
     num_in = 1 if num_in is None else num_in
     if not 0 < num_in < len(dims):
         raise ValueError(
-            f"{path}: lora targets: {num_in} of its {len(dims)} dims are to take the input; say 1..{len(dims) - 1}"
+            f"{path}: lora targets: {num_in} of its {len(dims)} dims cannot take the input; use 1..{len(dims) - 1}"
         )
     sizes = math.prod(dims[:num_in]), math.prod(dims[num_in:])
     if lora.rank > min(sizes):
         raise ValueError(
-            f"{path}: rank {lora.rank} is above the smaller size of the matrix {sizes[0]} x {sizes[1]}, and an adapter "
-            f"would be larger than it; take a rank up to {min(sizes)}, or leave this leaf out of the targets"
+            f"{path}: rank {lora.rank} is above the smaller size of the matrix {sizes[0]} x {sizes[1]}, so the adapter "
+            f"would be larger than it; use a rank up to {min(sizes)}, or leave this leaf out of the targets"
         )
     return Adapter(
         path, stacked, num_in, shape, lora.rank, lora.alpha, lora.rslora, lora.dora, lora.placement, lora.dropout

@@ -1,4 +1,4 @@
-"""Dynamic loss scaling: what keeps small gradients of float16 from becoming zero."""
+"""Dynamic loss scaling, which keeps small gradients of float16 from becoming zero."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _LARGEST = float(jnp.finfo(jnp.float32).max)
 @checked
 @dataclasses.dataclass(frozen=True)
 class LossScale:
-    """How the factor on the loss moves; the defaults are those of PyTorch's GradScaler.
+    """The factor on the loss and its updates; the defaults are those of PyTorch's GradScaler.
 
-    The loss is multiplied by the factor before its gradient is taken, and the gradient divided by it, in float32, after
-    it was reduced. A step whose gradient is not finite changes nothing and shrinks the factor.
+    The loss is multiplied by the factor before its gradient is taken, and the gradient is divided by it, in float32,
+    after its reduction. A step whose gradient is not finite changes nothing and shrinks the factor.
 
     Attributes:
       initial: the factor of the first step.
-      growth: by what it grows after `interval` finite steps in a row; 1 keeps it where it is.
-      backoff: by what it is multiplied after a step that was not finite.
+      growth: multiplier of the factor after `interval` finite steps in a row; 1 keeps it constant.
+      backoff: multiplier of the factor after a step that was not finite.
       interval: how many finite steps in a row let it grow.
-      minimum: below this it does not shrink.
+      minimum: the minimum of the factor.
 
     Source: Mixed Precision Training (arXiv 1710.03740), section 3.2.
     """
@@ -52,7 +52,7 @@ class LossScale:
         scale, num_finite = state["scale"], state["num_finite"] + 1
         grows = num_finite >= self.interval
         after_finite = jnp.where(grows, scale * self.growth, scale)
-        # Beyond float32 a factor is infinite, and every step after it would be skipped.
+        # A factor beyond float32 is infinite, and all following steps would be skipped.
         after_finite = jnp.where(jnp.isfinite(after_finite), after_finite, scale)
         after_overflow = jnp.maximum(scale * self.backoff, self.minimum)
         return {

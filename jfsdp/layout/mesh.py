@@ -1,9 +1,9 @@
 """Device meshes and the roles of their axes.
 
 The axes, from outer to inner: `pipe`, `replica`, `fsdp`, `tensor`. Outer axes span hosts, inner axes stay on the fast
-links inside a host. In a mesh they stand in the order in which a step's `shard_map`s open them, with `pipe` after the
-data axes: XLA (0.12) aborts where axes that are opened later stand before others. Code asks for the role of an axis
-("the batch is split over ..."), never for a literal name.
+links inside a host. In a mesh they are in the order in which a step's `shard_map`s make them manual, with `pipe` after
+the data axes: XLA (0.12) aborts if an axis comes before others that are made manual earlier. Code asks for the role of
+an axis ("the batch is split over ..."), never for a literal name.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ AXES = ("replica", "fsdp", PIPE, "tensor")
 OUTER_FIRST = (PIPE, "replica", "fsdp", "tensor")
 DATA_AXES = ("replica", "fsdp")  # the batch is split over these
 GROUP_AXES = ("fsdp",)  # a strategy shards over these and replicates over the other data axes
-MODEL_AXES = ("tensor", PIPE)  # the model itself is split over these: what it computes, or which layers
+MODEL_AXES = ("tensor", PIPE)  # the model is split over these: its computation, or its layers
 _PLACES = [OUTER_FIRST.index(axis) for axis in AXES]
 _MOST_PARTS = 32  # of an axis: each is at least 2, and no mesh has 2**32 devices
-# The parts of a data axis that some stage splits only in part (hpZ): `fsdp` is `fsdp_0`, `fsdp_1`, ..., major to minor.
+# Parts of a data axis over which some stage is only partly split (hpZ): `fsdp_0`, `fsdp_1`, ..., major to minor.
 SUB_AXES = {axis: tuple(f"{axis}_{place}" for place in range(_MOST_PARTS)) for axis in DATA_AXES}
 _SPLITS_ROWS = frozenset(DATA_AXES).union(*SUB_AXES.values())
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
-    """Refuse unknown axes, sizes that none can have, and more than one -1.
+    """Check axis names and sizes, and that at most one size is -1.
 
     Raises:
       ValueError: naming the axis and its size.
@@ -53,7 +53,7 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
 
 
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
-    """Replace the -1 among axis sizes by what `num_devices` leaves, in the order of `AXES`.
+    """Replace a size of -1 by the size for the remaining devices, and order the axes as `AXES`.
 
     Raises:
       ValueError: if the product of the sizes is not `num_devices`.
@@ -70,7 +70,7 @@ def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
         remedy = f"axis {odd[0]!r} may have size {fits}" if odd else "change the sizes or the devices"
         raise ValueError(
             f"mesh {text} needs {'a multiple of ' if -1 in ordered.values() else ''}{known} devices, but there are "
-            f"{num_devices}; {remedy}, or give one axis size -1"
+            f"{num_devices}; {remedy}, or set one axis size to -1"
         )
     return resolved
 
@@ -89,29 +89,29 @@ def make_mesh(
     """Arrange devices into the mesh (replica, fsdp, pipe, tensor).
 
     Devices of one host are neighbours along the inner axes, so that `tensor` and then `fsdp` use the links inside a
-    host, and `replica` and `pipe` cross hosts, however processes are spread over hosts.
+    host, and `replica` and `pipe` cross hosts, for any assignment of processes to hosts.
 
-    Cost: for devices of several processes, what `jfsdp.launch.hosts.hosts` costs: every process must make the mesh.
+    Cost: for devices of several processes, that of `jfsdp.launch.hosts.hosts`: every process must make the mesh.
 
     Args:
       pipe, replica, fsdp, tensor: axis sizes; at most one is -1 and takes the rest of the devices.
       sharding_factor: shard over groups of this many neighbouring devices: axis `fsdp` gets this size, and `replica`
         the rest of `replica * fsdp`.
-      devices: the devices to use; default all of `jax.devices()`. Devices of a deviceless topology serve as well.
-      unknown: nothing: refused.
+      devices: the devices to use; default all of `jax.devices()`. May be devices of a deviceless topology.
+      unknown: must be empty.
 
     Raises:
-      TypeError: if `devices` are none.
-      ValueError: if the sizes do not multiply to the number of devices, or for an axis that jfsdp does not know.
+      TypeError: if `devices` contains other objects.
+      ValueError: if the product of the sizes is not the number of devices, or for an axis that jfsdp does not know.
     """
     check_sizes(unknown)
     devices = list(jax.devices() if devices is None else devices)
     if not devices:
-        raise ValueError("a mesh needs devices, and the list given is empty; leave devices= out to use all there are")
+        raise ValueError("a mesh needs devices, and the list given is empty; leave out devices= to use all devices")
     if other := [device for device in devices if not hasattr(device, "platform")]:
         raise TypeError(f"devices has {other[0]!r} (a {type(other[0]).__name__}); pass devices of jax.devices()")
     if len(set(devices)) < len(devices):
-        raise ValueError("devices has a device twice; pass each once, as jax.devices() returns them")
+        raise ValueError("devices has a device twice; pass each one once, as jax.devices() returns them")
     sizes = resolve_sizes({"pipe": pipe, "replica": replica, "fsdp": fsdp, "tensor": tensor}, len(devices))
     sizes = sizes if sharding_factor is None else regroup(sizes, sharding_factor)
     shape = tuple(sizes[axis] for axis in OUTER_FIRST)
@@ -122,13 +122,13 @@ def make_mesh(
 
 
 def place_devices(devices: np.ndarray, sizes: Mapping[str, int]) -> Mesh:
-    """Make the mesh of devices that stand from the outermost axis to the innermost."""
+    """Make the mesh of devices that are ordered from the outermost axis to the innermost."""
     grid = devices.reshape([sizes.get(axis, 1) for axis in OUTER_FIRST])
     return Mesh(grid.transpose(_PLACES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def outer_first(numbers: np.ndarray, sizes: Mapping[str, int]) -> np.ndarray:
-    """Return what stands in the order of a mesh of these sizes from the outermost axis to the innermost, flat."""
+    """Reorder an array from the order of a mesh of these sizes to outermost axis first, and flatten it."""
     return numbers.reshape([sizes.get(axis, 1) for axis in AXES]).transpose(np.argsort(_PLACES)).reshape(-1)
 
 
@@ -144,7 +144,7 @@ def make_abstract_mesh(sizes: Mapping[str, int], *, sharding_factor: int | None 
 
 
 def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
-    """Return the sizes of a mesh by axis name, and check that the axes are ours.
+    """Return the sizes of a mesh by axis name, and check that jfsdp knows the axes.
 
     Raises:
       ValueError: if an axis is unknown or is not of type Auto (on `Explicit` axes an unmodified model does not trace).
@@ -163,12 +163,12 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 
 def num_data_shards(sizes: Mapping[str, int]) -> int:
-    """Return how many parts the batch is split into."""
+    """Return the number of parts that the batch is split into."""
     return math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
 
 
 def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the axes of a mesh that split the batch, where `split_mesh` has split some of them too."""
+    """Return the axes of a mesh that split the batch, including the parts that `split_mesh` makes."""
     return tuple(filter(is_data_axis, mesh.axis_names))
 
 
@@ -178,7 +178,7 @@ def is_data_axis(name: str) -> bool:
 
 
 def model_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the axes over which a model may split its own computation here: those of size 1 split nothing."""
+    """Return the axes of size above 1 over which a model may be split."""
     return tuple(name for name in MODEL_AXES if mesh.shape.get(name, 1) > 1)
 
 
@@ -196,12 +196,12 @@ def _host_grid(mesh: Mesh) -> np.ndarray:
 
 
 def row_shares(mesh: Mesh | AbstractMesh) -> dict[int, int]:
-    """Return which share of the rows of a batch each process gives, from 0: as many shares as differ.
+    """Return by process the index of its share of a batch's rows; processes with the same rows have the same index.
 
-    Processes whose devices differ along model axes alone (`tensor` across processes) have the same rows.
+    Processes whose devices differ only along model axes (`tensor` across processes) have the same rows.
 
     Raises:
-      ValueError: if processes have some of their rows in common, and others not.
+      ValueError: if the rows of two processes overlap partly.
     """
     if isinstance(mesh, AbstractMesh):
         return {0: 0}
@@ -217,18 +217,19 @@ def row_shares(mesh: Mesh | AbstractMesh) -> dict[int, int]:
     if sum(map(len, shares)) != num_parts:
         sizes = {axis: mesh.shape[axis] for axis in model_axes(mesh)}
         raise ValueError(
-            f"mesh axes {sizes} split processes so that some have a part of their rows in common: each has "
-            f"{mesh.size // len(rows)} of the mesh's devices; take sizes whose product divides that, or is a multiple"
+            f"mesh axes {sizes} split processes so that some share a part of their rows: each has "
+            f"{mesh.size // len(rows)} of the mesh's devices; use sizes whose product divides this number, or is a "
+            "multiple of it"
         )
     return {process: shares.index(frozenset(own)) for process, own in rows.items()}
 
 
 @contextlib.contextmanager
 def model_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Let a model that is traced here state shardings by bare PartitionSpecs, if the mesh has devices for it.
+    """Allow a model to state shardings as bare PartitionSpecs while it is traced, if the mesh has model axes.
 
-    Moves no data. Where the model's axes have size 1 nothing is set, so that programs are the same as without. A mesh
-    that the user has set is left where it has the same axes, and else hidden: the state is not on its devices' axes.
+    Moves no data. If the model axes have size 1, no mesh is set, so that programs are the same as without. A mesh that
+    the user has set stays set if it has the same axes, and is hidden otherwise, since the state is not on its axes.
 
     Raises:
       ValueError: if the user has set a mesh with `Explicit` axes.
@@ -236,8 +237,8 @@ def model_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
     there = jax.sharding.get_abstract_mesh()
     if AxisType.Explicit in there.axis_types:
         raise ValueError(
-            f"a mesh with Explicit axes {there.axis_names} is set (jax.set_mesh), and an unmodified model traces "
-            "on Auto axes only; call jfsdp outside of it, or set a mesh with axis_types=(AxisType.Auto, ...)"
+            f"a mesh with Explicit axes {there.axis_names} is set (jax.set_mesh), but an unmodified model can only be "
+            "traced on Auto axes; call jfsdp outside of it, or set a mesh with axis_types=(AxisType.Auto, ...)"
         )
     if model_axes(mesh):
         here = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
@@ -251,7 +252,7 @@ def model_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
 
 
 def split_mesh(mesh: Mesh, sub_axes: Mapping[str, Sequence[tuple[str, int]]]) -> Mesh:
-    """Return a mesh of the same devices in the same order, with some axes as several."""
+    """Return a mesh of the same devices in the same order, with some axes split into several."""
     if not sub_axes:
         return mesh
     parts = [part for axis, size in mesh.shape.items() for part in sub_axes.get(axis, [(axis, size)])]
@@ -263,35 +264,35 @@ def split_mesh(mesh: Mesh, sub_axes: Mapping[str, Sequence[tuple[str, int]]]) ->
 
 
 def num_processes(mesh: Mesh | AbstractMesh) -> int:
-    """Return how many processes have devices in a mesh; one without devices counts as one."""
+    """Return the number of processes with devices in a mesh; 1 for a mesh without devices."""
     return 1 if isinstance(mesh, AbstractMesh) else len({device.process_index for device in mesh.devices.flat})
 
 
 def spans_run(mesh: Mesh | AbstractMesh) -> bool:
-    """Tell whether a run has several processes and a mesh has devices of them all.
+    """Tell whether a run has several processes and all of them have devices in a mesh.
 
-    What processes exchange through JAX reaches all of them or none.
+    Exchanges between processes through JAX include all of them or none.
     """
-    return 1 < num_processes(mesh) == jax.process_count()  # in this order: a mesh without devices starts no JAX
+    return 1 < num_processes(mesh) == jax.process_count()  # in this order: a mesh without devices does not start JAX
 
 
 def node_size(mesh: Mesh | AbstractMesh) -> int:
-    """Return over how many neighbouring parts of the batch one host extends: its devices, over axis `tensor`'s size.
+    """Return the number of neighbouring parts of the batch on one host: its devices, over axis `tensor`'s size.
 
     Cost: as for `make_mesh`.
 
     Raises:
-      ValueError: if the mesh has no devices, hosts have unequal parts, or the devices of a host are not neighbours
-        (in a mesh from `make_mesh` they are).
+      ValueError: if the mesh has no devices, hosts have different numbers of parts, or a host's devices are not
+        neighbours (in a mesh from `make_mesh` they are).
     """
     if isinstance(mesh, AbstractMesh):
-        raise ValueError("the mesh has sizes and no devices, so it knows no hosts")
+        raise ValueError("the mesh has sizes but no devices, so its hosts are unknown")
     places = [mesh.axis_names.index(axis) for axis in data_axes(mesh)]
     lines = np.moveaxis(_host_grid(mesh), places, range(-len(places), 0)).reshape(-1, num_data_shards(mesh.shape))
     runs = [[(host, len(list(run))) for host, run in itertools.groupby(line)] for line in lines.tolist()]
     sizes = {size for line in runs for _, size in line}
     if len(sizes) > 1 or any(len(dict(line)) < len(line) for line in runs):
-        raise ValueError(f"the mesh's hosts have no equal blocks of the batch, but in turn (host, parts) {runs[0]}")
+        raise ValueError(f"the mesh's hosts have no equal blocks of the batch, but in order (host, parts) {runs[0]}")
     return sizes.pop()
 
 

@@ -1,4 +1,4 @@
-"""What is chosen for single leaves: the strategy of each, whether it is trained, coded or ignored, and who said so."""
+"""Settings of single leaves: strategy, training, codecs, and the origin of each setting."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from jfsdp.layout.strategy import STRATEGIES, Split, Strategy, get_strategy
 @checked
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """Split a leaf along this dim, as far as the strategy splits it.
+    """Split a leaf along this dim, over the strategy's axes.
 
     Attributes:
-      dim: layer dims of a stack are not counted; a negative one counts from the end.
+      dim: without layer dims of a stack; a negative dim counts from the end.
     """
 
     dim: int
@@ -41,7 +41,7 @@ class Replicate:
 @checked
 @dataclasses.dataclass(frozen=True)
 class Ignore:
-    """Keep a leaf whole on every device, in its own dtype in compute too. It is trained like others."""
+    """Keep a leaf whole on every device and in its own dtype, also in compute. It is trained like others."""
 
 
 # By selector: Shard, Replicate, Ignore, a PartitionSpec, a strategy, None, or a function `f(path, shape)` of these.
@@ -56,9 +56,9 @@ class _Key(Enum):
 
 @checked
 def placements(*, min_size: Size) -> dict[Any, Any]:
-    """Return placements that replicate leaves with fewer elements per layer, to be merged with others by `|`.
+    """Return placements that replicate leaves with fewer elements per layer; merge them with others by `|`.
 
-    A leaf that is placed by a selector is placed so in any size. Leaves below the size are never offloaded.
+    A leaf that a selector places ignores the size. Leaves below the size are never offloaded.
     """
     return {_Key.MIN_SIZE: min_size}
 
@@ -66,18 +66,18 @@ def placements(*, min_size: Size) -> dict[Any, Any]:
 @checked
 @dataclasses.dataclass(frozen=True)
 class LeafRules:
-    """What the user says about single leaves.
+    """The user's settings of single leaves.
 
     Attributes:
       frozen: leaves without gradient and optimizer state.
-      placements: by selector, how a leaf is placed; see `fully_shard`. What is kept of it between forward and backward
-        stays its unit's matter: see `UnitPolicy`.
-      axis_rules: which dims are cut over the model's axes; see `jfsdp.layout.cuts.find_cuts`.
-      adapters: by leaf, its low-rank adapter, whose parts are leaves too. With any, what is no part of one is frozen,
-        but for `also`.
-      codecs: by leaf, how it is coded; its scales are a leaf too, sharded and cut as its codes are.
-    Selectors are path globs, classes of variables and predicates; see `select_leaves`. They choose among the model's
-    own leaves; parts of adapters are placed as `Adapter` says.
+      placements: by selector, how a leaf is placed; see `fully_shard`. Its unit determines stage `kept`; see
+        `UnitPolicy`.
+      axis_rules: which dims are cut over the model axes; see `jfsdp.layout.cuts.find_cuts`.
+      adapters: by leaf, its low-rank adapter, whose parts are leaves too. With adapters, all other leaves are frozen
+        except `also`.
+      codecs: by leaf, its codec; its scales are a leaf too, sharded and cut like its codes.
+    Selectors are path globs, classes of variables and predicates; see `select_leaves`. They select among the model's
+    own leaves; parts of adapters are placed by `Adapter.placement`.
     """
 
     frozen: Selectors = None
@@ -89,13 +89,13 @@ class LeafRules:
 
     @property
     def min_size(self) -> int | None:
-        """The size below which leaves are replicated; None: the storage form's."""
+        """The size below which leaves are replicated; None: the default of the storage form."""
         return (self.placements or {}).get(_Key.MIN_SIZE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Placed:
-    """The placement of one leaf, and the selector in words."""
+    """The placement of one leaf, and the selector as text."""
 
     by: str
     value: Any
@@ -103,7 +103,7 @@ class Placed:
 
     @property
     def spec(self) -> tuple[tuple[str, ...], ...] | None:
-        """The axes of each dim, layer dims included; None unless it is a PartitionSpec, or None for an empty one."""
+        """The axes of each dim, including layer dims; None if the value is neither a PartitionSpec nor None."""
         if self.value is not None and not isinstance(self.value, PartitionSpec):
             return None
         entries = self.value or ()
@@ -113,7 +113,7 @@ class Placed:
 
     @property
     def cuts(self) -> list[tuple[int, str, str]] | None:
-        """The dims that axes of the model cut, with these and the reason; None leaves them to `axis_rules`."""
+        """The dims that model axes cut, with the axis and the reason; None: `axis_rules` decide."""
         if self.spec is None:
             return None
         return [
@@ -125,7 +125,7 @@ class Placed:
 
     @property
     def split(self) -> list[tuple[int, tuple[str, ...]]]:
-        """The dims that a PartitionSpec splits over other axes, with these."""
+        """The dims that a PartitionSpec splits over other axes, with these axes."""
         found = [
             (dim, tuple(axis for axis in axes if axis not in MODEL_AXES)) for dim, axes in enumerate(self.spec or ())
         ]
@@ -138,10 +138,10 @@ def find_placements(
     stacked: Mapping[str, int],
     types: Mapping[str, type],
 ) -> dict[str, Placed]:
-    """Return the placement of each leaf that a selector chooses.
+    """Return the placement of each leaf that a selector matches.
 
     Raises:
-      ValueError: for selectors that choose nothing or disagree, and specs with too many entries.
+      ValueError: for selectors that match nothing or disagree, and specs with too many entries.
     """
     placed: dict[str, Placed] = {}
     for selector, value in (given or {}).items():
@@ -169,8 +169,8 @@ def find_placements(
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What was chosen for one leaf: its strategy, its dim if its placement names it, reasons in words, and how many
-    values an element holds.
+    """The settings of one leaf: its strategy, its dim if its placement names it, the reasons as text, and how many
+    values an element contains.
     """
 
     strategy: Strategy
@@ -187,7 +187,7 @@ class Choice:
 
     @property
     def is_scales(self) -> bool:
-        """Whether it is the scales of codes."""
+        """Whether it contains the scales of codes."""
         return self.frozen == _BY_CODEC
 
 
@@ -198,7 +198,7 @@ _IGNORED = Strategy("ignored", Split.WHOLE, Split.WHOLE, Split.WHOLE)
 def choose_beside(
     own: Mapping[str, Choice], adapters: Sequence[Adapter], codecs: Mapping[str, Codec], sizes: Mapping[str, int]
 ) -> dict[str, Choice]:
-    """Choose for codes, and for what is beside the model's own leaves: parts of adapters, and scales."""
+    """Return the settings of codes, and of additional leaves: parts of adapters, and scales."""
     choices: dict[str, Choice] = {}
     for one in adapters:
         placed = get_strategy(one.placement, sizes)
@@ -208,7 +208,7 @@ def choose_beside(
     for path, codec in codecs.items():
         if own[path].frozen is None:
             raise ValueError(
-                f"{path}: is quantized, and codes are not trained; freeze it (frozen=, jfsdp.lora), or leave it out "
+                f"{path}: is quantized, but codes cannot be trained; freeze it (frozen=, jfsdp.lora), or leave it out "
                 "of jfsdp.quantize"
             )
         said = f"in {codec.name}, blocks of {codec.block}"
@@ -226,17 +226,17 @@ def choose_own(
     sizes: Mapping[str, int],
     cuts: Mapping[str, tuple[Cut, ...]],
 ) -> dict[str, Choice]:
-    """Choose for the model's own leaves.
+    """Return the settings of the model's own leaves.
 
     Raises:
-      ValueError: for selectors that choose nothing or collide, and placements that cannot work.
+      ValueError: for selectors that match nothing or collide, and placements that are impossible.
     """
     frozen = select_leaves("frozen", rules.frozen, leaves, types)
     if rules.adapters:
         also = select_leaves("lora also", rules.also, leaves, types)
         if both := [path for path in also if path in rules.adapters]:
             raise ValueError(
-                f"{both[0]}: has an adapter, and lora also {also[both[0]]} trains it as it is; make one of them "
+                f"{both[0]}: has an adapter, but lora also {also[both[0]]} trains the leaf itself; make one of them "
                 "narrower"
             )
         frozen = {path: "lora" for path in leaves if path not in also} | frozen
@@ -246,11 +246,11 @@ def choose_own(
         own, dim, how = strategy, None, None
         if path in placed:
             own, dim = _own_strategy(path, tuple(leaf.shape), strategy, placed[path], sizes)
-            if placed[path].spec is None or placed[path].split:  # else its cuts, if any, have the reason
+            if placed[path].spec is None or placed[path].split:  # otherwise its cuts have the reason
                 how = f"{'ignored' if own is _IGNORED else 'placed'} by {placed[path].by}"
         if own is _IGNORED and cuts[path]:
             raise ValueError(
-                f"{path}: {how}, so that every device holds it whole, and {cuts[path][0].reason} cuts it over axis "
+                f"{path}: {how}, so that every device has it whole, but {cuts[path][0].reason} cuts it over axis "
                 f"{cuts[path][0].axis!r}; leave one of them out"
             )
         choices[path] = Choice(own, dim, frozen.get(path), how, cuts[path])
@@ -264,7 +264,7 @@ def _show(placement: Any) -> str:
 def _own_strategy(
     path: str, shape: tuple[int, ...], strategy: Strategy, placed: Placed, sizes: Mapping[str, int]
 ) -> tuple[Strategy, int | None]:
-    """Return the strategy of one leaf, and its dim where the placement names it."""
+    """Return the strategy of one leaf, and its dim if the placement names it."""
     value = placed.value
     if isinstance(value, Ignore):
         return _IGNORED, None
@@ -299,7 +299,7 @@ def _own_strategy(
 
 
 def _check_axes(path: str, strategy: Strategy, sizes: Mapping[str, int]) -> None:
-    """Axes that are given by hand must be there; those of a `Split` count as 1 where they are not."""
+    """Check that the mesh has the axes that are given as tuples; axes of a `Split` count as 1 if they are missing."""
     for stage, axes in strategy.given_axes().items():
         missing = [axis for axis in axes if axis not in sizes]
         if missing:

@@ -1,4 +1,4 @@
-"""What holds for a unit as a whole: precision, resharding after forward, remat; and what is offloaded."""
+"""Settings of whole units: precision, resharding after forward and remat; and offloading."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REMATS = ("none", "full", "dots")
 @checked
 @dataclasses.dataclass(frozen=True)
 class SaveNames:
-    """A remat that saves named values, on the device or in the host's memory, and recomputes the rest.
+    """A remat policy that saves named values, on the device or in host memory, and recomputes all others.
 
     Attributes:
       save: names given to `jax.ad_checkpoint.checkpoint_name` whose values stay on the device.
@@ -31,9 +31,7 @@ class SaveNames:
         for field in ("save", "offload"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
         if not self.save and not self.offload:
-            raise ValueError(
-                "SaveNames() names nothing; say what to save= or offload=, or remat='full' to save nothing"
-            )
+            raise ValueError("SaveNames() has no names; set save= or offload=, or use remat='full' to save nothing")
         both = sorted(set(self.save) & set(self.offload))
         if both:
             raise ValueError(f"SaveNames: {', '.join(both)} cannot be both saved and offloaded")
@@ -43,21 +41,21 @@ Remat = str | tuple[str, ...] | SaveNames | Callable[..., Any]
 
 
 def saved_names(remat: Remat) -> tuple[str, ...]:
-    """Return the names whose values a remat saves or offloads; none for any other remat."""
+    """Return the names that a remat policy saves or offloads; none for other policies."""
     if isinstance(remat, SaveNames):
         return remat.save + remat.offload
     return remat if isinstance(remat, tuple) else ()
 
 
 def offloads(remat: Remat) -> str:
-    """Return the values that a remat offloads: names, or the policy of `jax.checkpoint_policies`; "" if it does not."""
+    """Return the values that a remat offloads: names, or the policy of `jax.checkpoint_policies`; "" for none."""
     if isinstance(remat, SaveNames):
         return ", ".join(remat.offload)
     return next((name for name in _policy_names(remat) if "offload" in name), "")
 
 
 def _policy_names(policy: Any) -> Iterator[str]:
-    """Yield the functions of `jax.checkpoint_policies` that a policy was made by, also those that it combines."""
+    """Yield the functions of `jax.checkpoint_policies` that made a policy, including policies that it combines."""
     if callable(policy):
         yield getattr(policy, "__qualname__", "").partition(".")[0]
         cells = [cell.cell_contents for cell in getattr(policy, "__closure__", None) or ()]
@@ -69,10 +67,10 @@ def _policy_names(policy: Any) -> Iterator[str]:
 @checked
 @dataclasses.dataclass(frozen=True)
 class OffloadPolicy:
-    """What waits in pinned host memory while it is not used; each on its own.
+    """Arrays that are in pinned host memory while they are not used; the settings are independent.
 
-    Leaves below the minimum size stay on the device. Compute and update run on the device: what they need is copied
-    there, leaf by leaf, and back. Activations are offloaded by name, with `remat=SaveNames(offload=...)`.
+    Leaves below the minimum size stay on the device. Compute and update run on the device: arrays are copied there and
+    back, leaf by leaf. Activations are offloaded by name, with `remat=SaveNames(offload=...)`.
 
     Attributes:
       params: the parameters at rest; each unit's shards are copied to the device before its gather.
@@ -94,10 +92,10 @@ class UnitPolicy:
       mp_policy: its precision.
       reshard_after_forward: False keeps the gathered parameters until the unit's backward; n keeps them split n ways
         over neighbouring devices, which makes the gather of the backward cheaper (hpZ); 1 is False.
-      remat: "none" (save what the backward needs), "full" (save only the unit's inputs), "dots" (save matmul results
-        without batch dims, and what cuDNN's attention gives), names given to `jax.ad_checkpoint.checkpoint_name` (a
-        tuple, or `SaveNames` where some are offloaded), or a policy function of `jax.checkpoint_policies`. Whatever it
-        says, a resharded unit saves nothing that depends on its weights alone.
+      remat: "none" (save all values that the backward needs), "full" (save only the unit's inputs), "dots" (save matmul
+        results without batch dims, and the outputs of cuDNN's attention), names given to
+        `jax.ad_checkpoint.checkpoint_name` (a tuple, or `SaveNames` if some are offloaded), or a policy function of
+        `jax.checkpoint_policies`. With any of these, a resharded unit saves nothing that depends only on its weights.
     """
 
     mp_policy: MixedPrecisionPolicy
@@ -130,22 +128,22 @@ def resolve_policies(
     per_unit: Mapping[str, Mapping[str, Any]] | None,
     node_size: Callable[[], int],
 ) -> dict[str, UnitPolicy]:
-    """Give every unit its policy: the defaults, changed by what `per_unit` says for globs over unit names.
+    """Return the policy of each unit: the defaults with the overrides of `per_unit`, by globs over unit names.
 
-    Where several of its globs match a unit, they must not contradict each other.
+    If several globs match a unit, they must not contradict each other.
 
-    `reshard_after_forward=None` follows the strategy: the root unit stays gathered, the others do as it says. A global
-    `output_dtype` is that of the model; one given for a unit is that of the unit's outputs. `remat` is
-    for the units below the root; the root (the loss function itself) recomputes only what `per_unit={"": ...}` says.
-    `node_size` finds over how many neighbouring devices of one host a parameter is split, or raises a ValueError that
-    says why not; it is called only for "node".
+    `reshard_after_forward=None` follows the strategy: the root unit stays gathered, and the others use the strategy's
+    default. A global `output_dtype` applies to the model's outputs, one for a unit to the unit's outputs. `remat`
+    applies to the units below the root; the root (the loss function) recomputes only with `per_unit={"": ...}`.
+    `node_size` returns the number of neighbouring devices of one host over which a parameter is split, or raises a
+    ValueError with the reason why not; it is called only for "node".
 
     Raises:
       ValueError: for an unknown remat or setting, a glob that matches no unit, or a contradiction with the strategy.
     """
     if not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(
-            f"mp_policy {mp_policy!r} is not a jfsdp.MixedPrecisionPolicy, such as one of param_dtype='bfloat16'"
+            f"mp_policy {mp_policy!r} is not a jfsdp.MixedPrecisionPolicy; pass MixedPrecisionPolicy(param_dtype=...)"
         )
     names = list(units)
     overrides: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -157,7 +155,7 @@ def resolve_policies(
             for setting, value in _check_settings(pattern, settings).items():
                 if overrides[name].setdefault(setting, value) != value:
                     raise ValueError(
-                        f"unit {name!r}: per_unit says {setting}={overrides[name][setting]!r}, and by {pattern!r} "
+                        f"unit {name!r}: per_unit sets {setting}={overrides[name][setting]!r}, and {pattern!r} sets "
                         f"{value!r}; make one of the globs narrower"
                     )
     defaults = {"mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward, "remat": remat}
@@ -168,9 +166,9 @@ def resolve_policies(
     for name, policy in policies.items():
         if policy.mp_policy.loss_scale not in (None, mp_policy.loss_scale):
             raise ValueError(
-                f"unit {name!r}: per_unit sets its loss_scale, and all units share one loss; set it in mp_policy"
+                f"unit {name!r}: per_unit sets loss_scale, but all units share one loss; set it in mp_policy"
             )
-    UnitPolicy(mp_policy, False, remat)  # refuses a wrong remat also where no unit is to have it
+    UnitPolicy(mp_policy, False, remat)  # raises for a wrong remat even if no unit uses it
     return policies
 
 
@@ -178,7 +176,7 @@ def _check_settings(pattern: str, settings: Mapping[str, Any]) -> Mapping[str, A
     known = [field.name for field in dataclasses.fields(UnitPolicy)]
     unknown = [key for key in settings if key not in known]
     if not settings:
-        raise ValueError(f"per_unit {pattern!r} says nothing; give one of {', '.join(known)}, or leave it out")
+        raise ValueError(f"per_unit {pattern!r} has no settings; set one of {', '.join(known)}, or leave it out")
     if unknown:
         raise ValueError(
             f"per_unit {pattern!r}: setting {unknown[0]!r} is unknown; the settings are {', '.join(known)}"
@@ -216,7 +214,7 @@ def _resolve(
                 f"unit {shown}: reshard_after_forward={NODE!r} splits parameters over the devices of one host, and "
                 f"{error}; pass reshard_after_forward=n, the number of neighbouring devices to split over"
             ) from error
-    if reshard == 1 and reshard is not True:  # one device has it all
+    if reshard == 1 and reshard is not True:  # one device has the whole parameter
         reshard = False
     try:
         return UnitPolicy(mp_policy, reshard, remat)  # pyright: ignore[reportArgumentType]

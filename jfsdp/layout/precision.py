@@ -1,4 +1,4 @@
-"""Mixed precision as data: which dtype each stage of a leaf's life has."""
+"""Mixed precision as data: the dtype of each stage of a leaf."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 @checked
 @dataclasses.dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """FSDP2's policy of the same name. `None` keeps the dtype that is there.
+    """FSDP2's policy of the same name. `None` keeps the existing dtype.
 
     Attributes:
-      param_dtype: parameters in use; the shard is cast before it is gathered, so this dtype is sent.
-      reduce_dtype: gradients while they are summed over devices; default `param_dtype`.
-      output_dtype: floating outputs of the model's own call; in `per_unit`, of the unit's calls.
-      cast_forward_inputs: cast floating inputs of the model's own call, and of each unit's calls, to `param_dtype`.
-      frozen_dtype: floating parameters that are not trained, at rest.
+      param_dtype: parameters in use; shards are cast before the gather, so they are sent in this dtype.
+      reduce_dtype: gradients while they are reduced over devices; default `param_dtype`.
+      output_dtype: floating outputs of the model's call; in `per_unit`, of the unit's calls.
+      cast_forward_inputs: cast floating inputs of the model's call, and of each unit's calls, to `param_dtype`.
+      frozen_dtype: frozen floating parameters at rest.
       loss_scale: how the loss is scaled, by default dynamically if a unit computes in float16; not in `per_unit`.
 
-    Dtypes may be given as names or as numpy/JAX dtypes; they are kept as names. Non-floating leaves are never cast.
+    Dtypes may be given as names or as numpy/JAX dtypes; they are stored as names. Non-floating leaves are never cast.
     """
 
     param_dtype: Any = None
@@ -43,15 +43,15 @@ class MixedPrecisionPolicy:
             object.__setattr__(self, field, float_dtype_name(field, getattr(self, field)))
 
     def use_dtype(self, dtype: str) -> str:
-        """Return the dtype in use of a leaf whose master has `dtype`."""
+        """Return the dtype in use of a leaf whose master copy has `dtype`."""
         return self.param_dtype if self.param_dtype and is_float(dtype) else dtype
 
 
 def float_dtype_name(field: str, dtype: object) -> str | None:
-    """Return the name of a dtype that mixed precision knows.
+    """Return the name of a dtype that mixed precision supports.
 
     Raises:
-      ValueError: naming the field, for any other.
+      ValueError: naming the field, for any other dtype.
     """
     if dtype is None:
         return None
@@ -67,7 +67,7 @@ def float_dtype_name(field: str, dtype: object) -> str | None:
 
 
 def is_key(value: Any) -> bool:
-    """Tell whether an array, or a shape with a dtype, holds typed rng keys (`jax.random.key`)."""
+    """Tell whether an array, or a shape with a dtype, has typed rng keys (`jax.random.key`)."""
     return bool(jnp.issubdtype(value.dtype, jax.dtypes.prng_key))
 
 
@@ -77,12 +77,12 @@ def is_float(dtype: object) -> bool:
 
 
 def is_inexact(dtype: object) -> bool:
-    """Tell whether a gradient can be taken of this dtype: floating or complex."""
+    """Tell whether a dtype can have a gradient: floating or complex."""
     return bool(jnp.issubdtype(jnp.dtype(dtype), jnp.inexact))  # type: ignore[arg-type]
 
 
 def sum_dtype(dtype: str) -> str:
-    """Return the dtype in which gradients of a master of `dtype` are summed: at least float32."""
+    """Return the dtype in which gradients are accumulated for a master of `dtype`: at least float32."""
     return "float32" if dtype in ("bfloat16", "float16") else dtype
 
 

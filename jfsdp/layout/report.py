@@ -1,4 +1,4 @@
-"""A Layout in words: text for people, plain data for programs."""
+"""A Layout as text for people, and as plain data for programs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def describe_stage(leaf: Leaf, stage: Stage | None) -> str:
-    """Write a stage as `[4096/fsdp 14336] bfloat16`, `whole bfloat16`, or `-` where there is none."""
+    """Write a stage as `[4096/fsdp 14336] bfloat16`, `whole bfloat16`, or `-` if the leaf lacks it."""
     if stage is None:
         return "-"
     what = stage.dtype if stage.memory == DEVICE else f"{stage.dtype} on {stage.memory}"
@@ -49,7 +49,7 @@ def leaf_to_dict(layout: Layout, leaf: Leaf) -> dict[str, Any]:
 
 
 def reason(layout: Layout, leaf: Leaf) -> str:
-    """Say why a leaf stands as it does and, if it shares its array at rest with others, in which."""
+    """Return the reason for a leaf's sharding and, under flat storage, the name of its buffer."""
     return f"{leaf.reason}; {layout.storage}, in {layout.buffer_of[leaf.path].path}" if layout.buffers else leaf.reason
 
 
@@ -62,7 +62,7 @@ def _stage_to_dict(leaf: Leaf, name: str, stage: Stage | None) -> dict[str, Any]
 
 
 def layout_to_dict(layout: Layout) -> dict[str, Any]:
-    """Return the whole table as plain data that `json` writes."""
+    """Return the whole table as plain data for `json`."""
     return {
         "mesh": dict(layout.mesh_sizes),
         "strategy": layout.strategy.name,
@@ -89,39 +89,39 @@ def layout_to_dict(layout: Layout) -> dict[str, Any]:
 
 
 def leaf_bytes(layout: Layout, leaf: Leaf, memory: str = DEVICE) -> int:
-    """Return the bytes per device of a leaf's parameters at rest, the master and, where there is one, the work copy, as
-    far as they stand in that memory.
+    """Return the bytes per device of a leaf's parameters at rest in one memory: the master and, if it exists, the
+    low-precision copy.
     """
     stages = ("param", "work") if leaf.has_work else ("param",)
     return sum(layout.stage_bytes(leaf, name) for name in stages if leaf.stage(name).memory == memory)
 
 
 def strategy_stages(strategy: Strategy) -> dict[str, str]:
-    """Return in words over which axes a strategy splits each stage, and what it says of resharding."""
+    """Return as text over which axes a strategy splits each stage, and its default of resharding."""
     stages = {name: show(getattr(strategy, name)) for name in ("param", "grad", "opt")}
     reshard = {"reshard_after_forward": str(strategy.reshard_after_forward).lower()}
     return stages | (reshard if strategy.axes("param") else {})
 
 
 def frozen_leaves(layout: Layout) -> list[Leaf]:
-    """Return the leaves of inexact dtype that are not trained: those that somebody froze."""
+    """Return the leaves of inexact dtype that are frozen."""
     return [leaf for leaf in layout.leaves if not leaf.trainable and is_inexact(leaf.dtype)]
 
 
 def padding_elements(leaf: Leaf) -> int:
-    """Return how many elements of the stored leaf, over all devices, are padding."""
+    """Return the number of padding elements of a stored leaf, over all devices."""
     return math.prod(leaf.stored_shape) - math.prod(leaf.shape)
 
 
 def format_layout(layout: Layout, sizes: Mapping[str, int] | None = None, width: int = 80) -> str:
-    """Write the table for a terminal: under each unit a line per leaf, with its shape, its split and its size.
+    """Format the table for a terminal: under each unit a line per leaf, with its shape, its split and its size.
 
-    The column `optimizer` is there where a leaf's moments are split otherwise than its parameters. What most leaves
-    have in common is said once, at the top; the line of another one ends with how it differs.
+    The column `optimizer` is shown if a leaf's moments are split differently from its parameters. Properties of most
+    leaves are listed once, at the top; the line of a leaf that differs ends with the differences.
 
     Args:
       sizes: bytes of state per device by path; None: bytes of the parameters at rest, in both memories.
-      width: a path that leaves too little of it for the rest of its line is on a separate line.
+      width: a path that does not leave enough of it for the rest of its line is on a separate line.
     """
     leaves, title = layout.by_path, "params/device" if sizes is None else "state/device"
     if sizes is None:
@@ -160,7 +160,7 @@ def format_layout(layout: Layout, sizes: Mapping[str, int] | None = None, width:
 
 
 def _wrap(text: str, width: int, indent: int) -> list[str]:
-    """Wrap at spaces only: a path is never cut."""
+    """Wrap at spaces only, so that paths are never broken."""
     space = " " * indent
     return textwrap.wrap(
         text, width, initial_indent=space, subsequent_indent=space, break_long_words=False, break_on_hyphens=False
@@ -168,7 +168,7 @@ def _wrap(text: str, width: int, indent: int) -> list[str]:
 
 
 def _facts(leaf: Leaf) -> list[str]:
-    """Return the properties that most leaves share: dtypes, whether it is trained, the memories that it is in."""
+    """Return the properties that most leaves share: dtypes, whether it is trained, its memories."""
     param, opt = leaf.stage("param"), dict(leaf.stages)["opt"]
     frozen = "frozen" if is_inexact(leaf.dtype) else "not trained"
     return [
@@ -181,7 +181,7 @@ def _facts(leaf: Leaf) -> list[str]:
 
 
 def describe_split(layout: Layout, leaf: Leaf, name: str) -> str:
-    """Write how devices divide a stage of a leaf: `1/8 on dim 0`, `whole`, or `-` where it has no such stage."""
+    """Write how devices divide a stage of a leaf: `1/8 on dim 0`, `whole`, or `-` if the leaf lacks the stage."""
     stage, parts = dict(leaf.stages)[name], collections.Counter[int]()
     if stage is None:
         return "-"
@@ -202,7 +202,7 @@ def _describe_unit(layout: Layout, unit: UnitInfo, policy: UnitPolicy) -> str:
 
 
 def show_bytes(size: int) -> str:
-    """Write bytes in the largest unit of which there is at least one: `752 MiB`, `1.96 GiB`."""
+    """Write bytes in the largest unit that gives at least 1: `752 MiB`, `1.96 GiB`."""
     power = min((max(size, 1).bit_length() - 1) // 10, 4)
     value = size / 1024**power
     decimals = 0 if power == 0 or value >= 100 else 1 if value >= 10 else 2
@@ -216,7 +216,7 @@ def describe_mesh(layout: Layout) -> str:
 
 
 def summary(layout: Layout) -> str:
-    """Write mesh, strategy, parameters and units in one line."""
+    """Return mesh, strategy, parameters and units in one line."""
     total, host = (sum(leaf_bytes(layout, leaf, memory) for leaf in layout.leaves) for memory in (DEVICE, HOST))
     whole = sum(math.prod(leaf.shape) * item_bytes(leaf.dtype) for leaf in layout.leaves)
     stored = f", {len(layout.buffers)} {layout.storage} buffers" if layout.buffers else ""
@@ -235,12 +235,12 @@ _Words = Mapping[str, str]
 def list_differences(
     there: _Words, wanted: _Words, *, owners: Sequence[str] = _OWNERS, kinds: Sequence[str] = _KINDS
 ) -> str:
-    """List how two tables of named things differ, a line per kind of difference; empty where they do not.
+    """List how two tables of named things differ, a line per kind of difference; empty if they are equal.
 
     Args:
-      there, wanted: by name, what stands behind it in words.
-      owners: words before what each has, behind a name that both have (`the state has`, `the model has`).
-      kinds: headings: for names that only `there` has, that only `wanted` has, and that both have.
+      there, wanted: by name, its properties as text.
+      owners: words before the properties in each table, for a name in both (`the state has`, `the model has`).
+      kinds: headings: for names only in `there`, names only in `wanted`, and names in both.
     """
     first, second = owners
     differing = [
@@ -253,16 +253,16 @@ def list_differences(
 
 
 def differing_frozen(there: Mapping[str, bool], here: Mapping[str, bool]) -> str:
-    """Say which leaves are frozen in a state or here alone, and what to do; empty if none are.
+    """List the leaves that are frozen only in a state or only here, and the remedy; empty if there are none.
 
     Args:
-      there, here: by path, whether a leaf is trained; those that only one side has are passed over.
+      there, here: by path, whether a leaf is trained; leaves that only one side has are ignored.
     """
     both = [path for path in here if path in there and there[path] != here[path]]
     kinds = "frozen there and trained here", "trained there and frozen here"
     lists = [path for path in both if here[path]], [path for path in both if there[path]]
     words = "; ".join(f"{kind}: {_some(paths)}" for kind, paths in zip(kinds, lists, strict=True) if paths)
-    remedy = "model.adopt(state, tx), or from the parameters alone: model.init_from, load_pretrained (--init-from)"
+    remedy = "model.adopt(state, tx), or only from the parameters: model.init_from, load_pretrained (--init-from)"
     return words and f"{words}; go on with {remedy}"
 
 

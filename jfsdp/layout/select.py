@@ -1,4 +1,4 @@
-"""Choosing leaves: by path, by the class of their variable, or by a predicate."""
+"""Selection of leaves by path, by the class of their variable, or by a predicate."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ Selectors = Selector | Sequence[Selector] | None
 def select_leaves(
     what: str, selectors: Selectors, leaves: Mapping[str, jax.ShapeDtypeStruct], types: Mapping[str, type]
 ) -> dict[str, str]:
-    """Return the leaves that any selector chooses, each with the selector in words.
+    """Return the leaves that any selector matches, each with the selector as text.
 
     Args:
       what: the argument's name, for messages.
-      selectors: path globs (of the leaf or of a module above it), classes of variables (subclasses count), predicates
-        `f(path, shape_and_dtype) -> bool`; or one of these alone.
+      selectors: path globs (of the leaf or of a module above it), classes of variables (including subclasses),
+        predicates `f(path, shape_and_dtype) -> bool`; or a single one of these.
       leaves: shape and dtype by path.
-      types: class of the variable by path, where the model's API has classes of variables (NNX).
+      types: class of the variable by path, if the model's API has classes of variables (NNX).
 
     Raises:
-      ValueError: if a selector chooses nothing, or is none of these.
+      TypeError: for a selector of another type.
+      ValueError: if a selector matches nothing.
     """
     if selectors is None:
         return {}
@@ -43,7 +44,7 @@ def select_leaves(
 
 
 def chooses(what: str, selector: Any, path: str, leaf: jax.ShapeDtypeStruct, types: Mapping[str, type]) -> bool:
-    """Tell whether one selector chooses one leaf."""
+    """Tell whether a selector matches a leaf."""
     if isinstance(selector, str):
         names = path.split(".")
         return any(matches_glob(selector, ".".join(names[:end])) for end in range(1, len(names) + 1))

@@ -1,4 +1,4 @@
-"""Rules: the dim along which a leaf is split, the padding that takes, and the reason in words."""
+"""The split dim of a leaf, its padding, and the reason as text."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DEFAULT_MIN_SIZE = 1024
 
 @dataclasses.dataclass(frozen=True)
 class DimChoice:
-    """Which dim of a leaf is split over n shards (None: the leaf is replicated), how much it grows, and why."""
+    """The dim of a leaf that is split over n shards (None: the leaf is replicated), its padding, and the reason."""
 
     dim: int | None
     padding: int
@@ -30,17 +30,17 @@ def choose_dim(
     dim: int | None = None,
     cuts: Sequence[Cut] = (),
 ) -> DimChoice:
-    """Choose the dim to split over `num_shards`: the first that divides, else the one that pads least.
+    """Choose the dim to split over `num_shards`: the first that divides evenly, otherwise the one with least padding.
 
-    The first, since what is split along it lies in one piece: a gather along a later dim leaves XLA to transpose the
-    array, and it holds the transposed copy of a whole stack (docs/log.md, 2026-11-23).
+    The first dim gives contiguous pieces. For a gather along a later dim XLA transposes the array, and keeps the
+    transposed copy of a whole stack (docs/log.md, 2026-11-23).
 
     Args:
       path: the leaf's name, for messages.
       shape: its logical shape; the first `stacked` dims are layer dims and are never split.
       min_size: leaves with fewer elements per layer are replicated.
-      dim: the placement's choice instead, a dim of the leaf that is not a layer dim.
-      cuts: of the leaf. What one leaves of its dim is split only where that divides: padding would stand at the end of
+      dim: the dim that a placement requests, which is not a layer dim.
+      cuts: the leaf's cuts. A cut dim is split only if its part divides evenly, since padding would be at the end of
         every part.
 
     Raises:
@@ -57,7 +57,7 @@ def choose_dim(
             f"{cut[dim]} parts of size {shape[dim]}, which {num_shards} does not divide; choose another dim, or none"
         )
     if dim is not None:
-        return DimChoice(dim, -shape[dim] % num_shards, f"dim {dim}, as asked")
+        return DimChoice(dim, -shape[dim] % num_shards, f"dim {dim}, as requested")
     if size < min_size:
         return DimChoice(None, 0, f"replicated: {size} elements, below min_size {min_size}")
     if size == 0 or len(shape) == stacked:

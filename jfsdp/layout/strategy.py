@@ -1,8 +1,8 @@
-"""Strategies as data: for each stage of a leaf's life, the mesh axes that split it.
+"""Strategies as data: for each stage of a leaf, the mesh axes that split it.
 
-The stages are `param` (at rest), `grad` (the accumulator) and `opt` (optimizer states and, where it is finer than
-`param` and the precision is mixed, the master). `use` is always whole; what is kept of a unit between its forward and
-its backward is said by `reshard_after_forward` alone, for which a strategy has a default.
+The stages are `param` (at rest), `grad` (the accumulator) and `opt` (optimizer states and, if `opt` is finer than
+`param` and the precision is mixed, the master). `use` is always whole. Only `reshard_after_forward`, for which a
+strategy has a default, determines stage `kept`, between a unit's forward and backward.
 """
 
 from __future__ import annotations
@@ -44,22 +44,21 @@ _SPLITS = {
 class Strategy:
     """The sharding of each stage of a leaf; see the table in docs/design.md.
 
-    Each stage is a `Split`, or by hand the tuple of the data axes that split it, major to minor; () is whole.
+    Each stage is a `Split`, or a tuple of the data axes that split it, major to minor; () is whole.
 
     Attributes:
-      name: what it is called in layouts, checkpoints and messages.
+      name: its name in layouts, checkpoints and messages.
       param: the parameters at rest between steps.
       grad: the gradient accumulator.
       opt: the optimizer states.
-      reshard_after_forward: what holds for units below the root unless the user says otherwise; True, False, a number
-        of neighbouring devices as in `UnitPolicy`, or "node", the devices of one host (hpZ). Of no effect where `param`
-        is whole.
+      reshard_after_forward: the default for units below the root: True, False, a number of neighbouring devices as in
+        `UnitPolicy`, or "node", the devices of one host (hpZ). Has no effect if `param` is whole.
 
     Raises:
-      TypeError: for a name that is no text, a stage that is neither a `Split` nor a tuple, and likewise for
+      TypeError: for a name that is not text, a stage that is neither a `Split` nor a tuple, and another type of
         `reshard_after_forward`.
-      ValueError: for an unknown, repeated or misplaced axis, where a stage is less split than the one before it needs
-        (`param` within `grad` within `opt`), and for any other `reshard_after_forward`.
+      ValueError: for an unknown, repeated or misplaced axis, for a stage that is split less than the one before it
+        requires (`param` within `grad` within `opt`), and for any other `reshard_after_forward`.
     Source: ZeRO (arXiv 1910.02054), PyTorch FSDP (arXiv 2304.11277), ZeRO++ (arXiv 2306.10209) for "node".
     """
 
@@ -71,35 +70,35 @@ class Strategy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not self.name:
-            raise TypeError(f"Strategy: name={self.name!r} must be text, what to call it by")
+            raise TypeError(f"Strategy: name={self.name!r} must be text, the strategy's name in messages")
         for stage in _SPLITS:
             self._check_stage(stage)
-        self._check_finer("opt", "param", "the update would need states that no device holds")
+        self._check_finer("opt", "param", "no device would have the states for the update")
         reshard = self.reshard_after_forward
         if not (reshard == NODE or isinstance(reshard, bool) or (isinstance(reshard, int) and reshard > 0)):
             raise (ValueError if isinstance(reshard, (int, str)) else TypeError)(
                 f"strategy {self.name!r}: reshard_after_forward={reshard!r} is neither True, False, a number of "
-                f"devices nor {NODE!r}, those of a host; the stages are param, grad and opt, and this argument alone "
-                "says what is kept between forward and backward"
+                f"devices nor {NODE!r}, the devices of a host; the stages are param, grad and opt; this argument "
+                "sets the parameters' sharding between forward and backward"
             )
         if self.grad is Split.PARTIAL:
             if self.axes("param"):
                 raise ValueError(
-                    f"strategy {self.name!r}: grad (partial) needs param (whole), and param is {show(self.param)}"
+                    f"strategy {self.name!r}: grad (partial) needs param (whole), but param is {show(self.param)}"
                 )
             return
-        self._check_finer("opt", "grad", "what is reduced would have to be gathered again; split grad no further")
+        self._check_finer("opt", "grad", "reduced gradients would have to be gathered again; split grad no further")
         self._check_finer(
-            "grad", "param", "the gradient of a shard would be held whole; use at least the axes of param"
+            "grad", "param", "the gradient of a shard would be kept whole; use at least the axes of param"
         )
 
     def axes(self, stage: str) -> tuple[str, ...]:
-        """Return the axes that split a stage, whatever their sizes."""
+        """Return the axes that split a stage, of any size."""
         placement = getattr(self, stage)
         return _AXES[placement] if isinstance(placement, Split) else placement
 
     def given_axes(self) -> dict[str, tuple[str, ...]]:
-        """Return the axes of the stages that are given by hand: a mesh must have them; those of a `Split` need not."""
+        """Return the axes of stages that are given as tuples: a mesh must have these, but not the axes of a `Split`."""
         return {stage: self.axes(stage) for stage in _SPLITS if not isinstance(getattr(self, stage), Split)}
 
     def _check_stage(self, stage: str) -> None:
@@ -124,7 +123,7 @@ class Strategy:
 
 
 def show(placement: Placement) -> str:
-    """Write a placement in words."""
+    """Return a placement as text."""
     return placement.value if isinstance(placement, Split) else "/".join(placement) or "whole"
 
 
@@ -141,13 +140,13 @@ STRATEGIES = {strategy.name: strategy for strategy in _TABLE}
 
 @dataclasses.dataclass(frozen=True)
 class OtherName:
-    """What another library's name means here.
+    """The meaning of another library's strategy name.
 
     Attributes:
       strategy: a name of `STRATEGIES`.
-      replicated: whether the name means a mesh with `replica` > 1; None: any mesh.
+      replicated: whether the name requires a mesh with `replica` > 1; None: any mesh.
       reshard_after_forward: its default.
-      opt_over: as `fully_shard` takes it.
+      opt_over: as in `fully_shard`.
     """
 
     strategy: str
@@ -167,17 +166,17 @@ OTHER_NAMES = {int(name) if name.isdigit() else name: _other_name(**row) for nam
 def get_strategy(
     strategy: str | int | Strategy, sizes: Mapping[str, int], opt_over: Sequence[str] | None = None
 ) -> Strategy:
-    """Return the strategy that a name means on a mesh; a `Strategy` passes through.
+    """Return the strategy of a name on a mesh; a `Strategy` is returned unchanged.
 
     Args:
       strategy: a name of `STRATEGIES` or of `OTHER_NAMES`.
       sizes: of the mesh's axes.
-      opt_over: the data axes that split optimizer states, and gradients where the strategy splits them; None: `fsdp`.
+      opt_over: the data axes that split optimizer states, and gradients if the strategy splits them; None: `fsdp`.
 
     Raises:
-      TypeError: for what is neither text, a whole number nor a `Strategy`.
-      ValueError: for an unknown name, with the valid ones and the closest; where a name and the mesh contradict each
-        other, with the mesh that the name means; for `opt_over` where the strategy says it already or splits nothing.
+      TypeError: for a value that is not text, a whole number or a `Strategy`.
+      ValueError: for an unknown name, with the valid ones and the closest; for a name that contradicts the mesh, with
+        the mesh that it requires; for `opt_over` if the strategy already sets it or splits nothing.
     """
     if isinstance(strategy, Strategy):
         return _with_opt_over(strategy, strategy.name, opt_over)
@@ -206,19 +205,19 @@ def _check_mesh(name: str | int, other: OtherName, sizes: Mapping[str, int]) -> 
     shown = f"replica={replica},fsdp={num // replica}"
     if replica > 1:
         raise ValueError(
-            f"strategy {name!r} shards over all {num} devices, and mesh {shown} replicates over axis 'replica'; use "
+            f"strategy {name!r} shards over all {num} devices, but mesh {shown} replicates over axis 'replica'; use "
             f"mesh fsdp={num}, or strategy {other.strategy!r} to keep {replica} replicas"
         )
     groups = next((n for n in range(2, num + 1) if num % n == 0), 2)
     meant = f"mesh replica={groups},fsdp={num // groups}" if num > 1 else "a mesh with replica > 1"
     raise ValueError(
-        f"strategy {name!r} replicates over axis 'replica', and mesh {shown} has one replica; use {meant}, or strategy "
+        f"strategy {name!r} replicates over axis 'replica', but mesh {shown} has one replica; use {meant}, or strategy "
         f"{other.strategy!r}"
     )
 
 
 def _with_opt_over(strategy: Strategy, given: str | int, opt_over: Sequence[str] | None) -> Strategy:
-    """Split the optimizer states, and split gradients, over these axes."""
+    """Split the optimizer states, and gradients that are split, over these axes."""
     if opt_over is None:
         return strategy
     known = STRATEGIES.get(strategy.name)

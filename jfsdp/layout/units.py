@@ -1,14 +1,14 @@
 """Units: which leaves are gathered and freed together.
 
-A unit is one module, named by its path; what no unit claims belongs to the root unit, whose name is the empty path. A
-leaf below two nested units belongs to the inner one. This room knows modules only as `ModuleInfo`: path, class and
-leaves.
+A unit is one module, named by its path. The root unit, whose name is the empty path, owns all leaves that no other unit
+owns. A leaf in two nested units belongs to the inner one. This package knows modules only as `ModuleInfo`: path, class
+and leaves.
 
 [Note: shared leaves]
-A leaf may be reached in several ways: a module that two parents hold, a weight tied between two modules. A unit gathers
-what it owns around its own calls, so it can own only leaves to which *every* way leads through it. A shared module that
-is a unit is one: it is gathered for each call, whoever calls it. Of a shared leaf between two units the innermost unit
-around both is the owner, mostly the root, and the leaf's reason says so.
+A leaf may be reached by several paths: a module with two parents, or a weight tied between two modules. A unit gathers
+its leaves around its own calls, so it can own only leaves whose paths *all* go through it. A shared module that is a
+unit is one unit: it is gathered for each call, from any parent. A leaf that two units share belongs to the innermost
+unit around both, mostly the root, and the leaf's reason mentions this.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class ModuleInfo:
     """One module of a model; see [Note: shared leaves].
 
     Attributes:
-      path: its dotted path: the first, where several lead to it.
-      leaves: the names of those that it holds: every way to them leads through it.
-      shared: the names of those that it reaches and others reach without it.
+      path: its dotted path: the first of several.
+      leaves: the names of the leaves whose paths all go through it.
+      shared: the names of the leaves that it reaches and that are also reached without it.
     """
 
     path: str
@@ -44,11 +44,11 @@ class ModuleInfo:
 @checked
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """Choose modules to be units.
+    """A selection of modules that become units.
 
     Attributes:
       match: a module class; a glob over dotted paths (`layers.*`, `*` stays within one name); or a predicate
-        `f(path, cls, num_parameters) -> bool`, asked for modules that can be called, inner ones first.
+        `f(path, cls, num_parameters) -> bool`, called for modules with a `__call__`, inner ones first.
       stacked: how many leading dims of the leaves are layer dims of a scan. None: guessed from the shapes (all leaves
         share their first dim, and one has three dims or more), and checked when the model is traced.
     """
@@ -59,14 +59,14 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class UnitInfo:
-    """A unit as the layout knows it.
+    """A unit in a layout.
 
     Attributes:
       name, cls: its module's path and class name.
-      stacked: how many dims of its leaves are layer dims.
-      leaves: those that it owns.
-      shared: of these, the ones that units inside it share, each with the names of these units.
-      is_guessed: whether layer dims were found in its shapes, and not declared: `explain` says so.
+      stacked: how many leading dims of its leaves are layer dims.
+      leaves: the leaves that it owns.
+      shared: its leaves that units inside it share, each with the names of these units.
+      is_guessed: whether layer dims were guessed from shapes and not declared; `explain` shows it.
     """
 
     name: str
@@ -80,22 +80,22 @@ class UnitInfo:
 def list_modules(
     classes: Mapping[str, type], leaves: Sequence[str], entries: Mapping[str, Sequence[str]]
 ) -> list[ModuleInfo]:
-    """List a model's modules, each with the leaves that it holds and shares.
+    """List a model's modules with their leaves, owned and shared.
 
     Args:
       classes: by dotted path, the root first.
       leaves: names of the parameters.
-      entries: of a module or leaf that is reached in several ways, paths of the modules (or containers) that lead to
-        it, besides the one that its name says.
+      entries: by module or leaf with several paths, the paths of the modules (or containers) that lead to it, in
+        addition to the one in its name.
     """
     nodes = {ROOT}
     for name in (*classes, *leaves, *(path for paths in entries.values() for path in paths)):
         while name not in nodes:
             nodes.add(name)
             name = name.rpartition(".")[0]
-    every: dict[str, frozenset[str]] = {ROOT: frozenset({ROOT})}  # what all ways to a node lead through
-    some, before = dict(every), None  # what some lead through
-    while before != (every, some):  # ways may be circles
+    every: dict[str, frozenset[str]] = {ROOT: frozenset({ROOT})}  # the nodes on all paths to a node
+    some, before = dict(every), None  # the nodes on some path
+    while before != (every, some):  # paths may be cyclic
         before = dict(every), dict(some)
         for name in sorted(nodes - {ROOT}, key=_depth):
             above = [path for path in (name.rpartition(".")[0], *entries.get(name, ())) if path in every]
@@ -110,7 +110,7 @@ def list_modules(
 
 @checked
 def by_size(min_parameters: Count) -> Callable[[str, type, int], bool]:
-    """Make a unit of every module with at least `min_parameters` parameters that no inner unit holds.
+    """Make a unit of every module with at least `min_parameters` parameters outside inner units.
 
     Source: `size_based_auto_wrap_policy` of PyTorch FSDP.
     """
@@ -126,10 +126,10 @@ def by_size(min_parameters: Count) -> Callable[[str, type, int], bool]:
 def resolve_units(
     units: Any, modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, UnitInfo]:
-    """Match unit choices against a model's modules and give every leaf an owner.
+    """Match unit selections against a model's modules, and assign every leaf to a unit.
 
     Args:
-      units: a list of `Unit`s, of dicts of their fields, or of what `Unit.match` takes; or one of these alone.
+      units: a list of `Unit`s, of dicts of their fields, or of values for `Unit.match`; or a single one of these.
       modules: all modules of the model, the root first.
       shapes: logical shapes by leaf name.
 
@@ -137,8 +137,9 @@ def resolve_units(
       Units by name, the root first; every leaf is in exactly one.
 
     Raises:
-      TypeError: for a choice that is itself a module, or none of these.
-      ValueError: if a choice matches no module; if two choices match one module; for more layer dims than a leaf has.
+      TypeError: for a selection that is a module instance or of another type.
+      ValueError: if a selection matches no module; if two selections match one module; for more layer dims than a leaf
+        has.
     """
     if isinstance(units, (str, Unit, Mapping)) or callable(units):
         units = [units]
@@ -161,7 +162,7 @@ def resolve_units(
 
 
 def with_leaves_beside(unit: UnitInfo, added: Iterable[str]) -> UnitInfo:
-    """Return a unit with the leaves among `added` that are named after one of its own: `kernel.lora_a`."""
+    """Return a unit with the leaves of `added` that are named after one of the unit's, such as `kernel.lora_a`."""
     beside = [name for name in added if name.rpartition(".")[0] in unit.leaves]
     return dataclasses.replace(unit, leaves=(*unit.leaves, *beside))
 
@@ -173,7 +174,7 @@ def _as_unit(unit: Any) -> Unit:
 def _match_all(
     units: Sequence[Unit], modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Unit]:
-    """Return the chosen unit of each matched module path, in the order of the modules."""
+    """Return the selected unit of each matched module path, in the order of the modules."""
     matched: dict[str, Unit] = {}
     for unit in units:
         paths = _match(unit, modules, shapes)
@@ -195,7 +196,7 @@ def _match(unit: Unit, modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple
         return [module.path for module in modules if issubclass(module.cls, match)]
     if isinstance(match, str):
         return [module.path for module in modules if matches_glob(match, module.path)]
-    if _is_module(match, modules):  # which can be called too, and is no predicate
+    if _is_module(match, modules):  # a module instance is callable too, but is not a predicate
         raise TypeError(
             f"unit {type(match).__name__}(...) is a module; pass its class: units=[{type(match).__name__}], or a path "
             "glob for some modules of that class"
@@ -206,7 +207,7 @@ def _match(unit: Unit, modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple
 
 
 def _is_module(value: Any, modules: Sequence[ModuleInfo]) -> bool:
-    """Tell by a common base class whether a value is a module like those of the model."""
+    """Tell by common base classes whether a value is a module like those of the model."""
     return bool(set(type(value).__mro__) & set(modules[0].cls.__mro__) - {object, Generic})
 
 
@@ -217,7 +218,7 @@ def _has_call(cls: type) -> bool:
 def _match_predicate(
     predicate: Callable[..., bool], modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """Ask children before parents; parameters of a chosen child no longer count for its parents."""
+    """Call the predicate for children before parents; parents do not count parameters of selected children."""
     claimed: set[str] = set()
     paths = []
     for module in sorted(modules, key=lambda m: -_depth(m.path)):
@@ -236,9 +237,9 @@ def _depth(path: str) -> int:
 
 
 def matches_glob(pattern: str, path: str) -> bool:
-    """Match a dotted path name by name: `*` stays within one name, `**` stands for any number of them.
+    """Match a dotted path name by name: `*` matches within one name, `**` any number of names.
 
-    So `layers.*` does not reach into a layer, and `layers.**` does.
+    So `layers.*` does not match inside a layer, and `layers.**` does.
     """
     return _matches(pattern.split("."), path.split("."))
 
@@ -256,7 +257,7 @@ def _owner(leaf: str, units: Sequence[ModuleInfo]) -> str:
 
 
 def _shared(owners: Mapping[str, str], units: Sequence[ModuleInfo]) -> dict[str, tuple[str, ...]]:
-    """Return the units that use a leaf and cannot own it, of leaves that one of these would own by name."""
+    """Return the units that use a leaf but cannot own it, for leaves that are named after one of them."""
     pairs = [(leaf, unit.path) for unit in units for leaf in unit.shared if is_within(unit.path, owners[leaf])]
     by_name = {leaf for leaf, path in pairs if is_within(leaf, path)}
     return {leaf: tuple(path for other, path in pairs if other == leaf) for leaf in by_name}
@@ -268,10 +269,11 @@ def is_within(path: str, ancestor: str) -> bool:
 
 
 def _guess_stacked(shapes: Sequence[tuple[int, ...]]) -> int:
-    """Take leaves that all share their first dim, some of three dims or more, for a stack of layers.
+    """Treat leaves that share their first dim as a stack of layers, if some have three dims or more.
 
-    Matrices alone are no evidence: those of an attention without biases all share the model's dim. A wrong yes keeps
-    that dim from being split and measures `min_size` without it; a wrong no is caught when the model is traced.
+    Matrices are not sufficient: those of an attention without biases all share the model's dim. A wrong guess of a
+    stack keeps that dim from being split and compares `min_size` without it; a missed stack is an error when the model
+    is traced.
     """
     same = len({shape[0] if shape else None for shape in shapes}) == 1
     ranks = sorted(map(len, shapes))
@@ -279,7 +281,7 @@ def _guess_stacked(shapes: Sequence[tuple[int, ...]]) -> int:
 
 
 def describe(choice: Any) -> str:
-    """Write a glob, a class or a function in words: without its address, which differs from process to process."""
+    """Return a glob, a class or a function as text, without its address, which differs between processes."""
     return getattr(choice, "__name__", None) or re.sub(r" at 0x[0-9a-f]+", "", repr(choice))
 
 

@@ -1,4 +1,4 @@
-"""What is added to a model before it is sharded, as a description: low-rank adapters and codecs."""
+"""Additions to a model before it is sharded: low-rank adapters and codecs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jfsdp.layout.lora import LoRA
 
 @dataclasses.dataclass(frozen=True)
 class WrappedModel:
-    """A model as the user has it, with the adapters and codecs that `fully_shard` is to give it.
+    """A user's model with the adapters and codecs that `fully_shard` adds.
 
     Attributes:
-      model: what `fully_shard` takes.
-      loras: of `lora`.
-      codecs: of `quantize`.
+      model: a model for `fully_shard`.
+      loras: from `lora`.
+      codecs: from `quantize`.
     """
 
     model: Any
@@ -31,11 +31,11 @@ def lora(model: Any, loras: LoRA | Sequence[LoRA]) -> WrappedModel:
     """Wrap a model for `fully_shard`, which then trains low-rank adapters of some matrices and freezes the rest.
 
     Args:
-      model: what `fully_shard` takes, or what `quantize` returned.
+      model: a model for `fully_shard`, or the result of `quantize`.
       loras: a `LoRA`, or a list of them for different matrices.
 
     Raises:
-      ValueError: for an empty list, and a model that is wrapped by `lora` already.
+      ValueError: for an empty list, and a model that `lora` has already wrapped.
     """
     return _wrapped(model, "lora", "loras", (loras,) if isinstance(loras, LoRA) else tuple(loras))
 
@@ -47,11 +47,11 @@ def quantize(model: Any, codecs: Coded) -> WrappedModel:
     They are decoded inside their unit.
 
     Args:
-      model: what `fully_shard` takes, or what `lora` returned.
+      model: a model for `fully_shard`, or the result of `lora`.
       codecs: by selector, "nf4", "int4" or "int8": blocks of 64 with a bfloat16 scale each.
 
     Raises:
-      ValueError: for an empty dict, and a model that is wrapped by `quantize` already.
+      ValueError: for an empty dict, and a model that `quantize` has already wrapped.
     """
     return _wrapped(model, "quantize", "codecs", codecs)
 
@@ -63,7 +63,7 @@ def as_wrapped(model: Any) -> WrappedModel:
 def _wrapped(model: Any, function: str, field: str, value: Any) -> WrappedModel:
     wrapped = as_wrapped(model)
     if not value:
-        raise ValueError(f"{function}: {field} is empty; pass the model alone, or give one")
+        raise ValueError(f"{function}: {field} is empty; pass the model itself, or give one")
     if getattr(wrapped, field):
-        raise ValueError(f"{function}: the model is wrapped by jfsdp.{function} already; pass all {field} in one call")
+        raise ValueError(f"{function}: the model is already wrapped by jfsdp.{function}; pass all {field} in one call")
     return dataclasses.replace(wrapped, **{field: value})

@@ -284,4 +284,4 @@ def test_a_matrix_used_over_its_output_has_no_dropout():
 
 @pytest.mark.parametrize("share", [1.0, -0.1])
 def test_a_share_that_is_none_is_refused(share):
-    refuses(lambda: lora(dropout=share), f"LoRA(dropout={share})", "0 or more, below 1")
+    refuses(lambda: lora(dropout=share), f"LoRA(dropout={share})", "at least 0 and below 1")

@@ -33,9 +33,7 @@ def test_a_mesh_that_splits_something_suits_every_strategy(strategy, mesh):
 @pytest.mark.parametrize("strategy", ["zero1", "zero2", "full_shard"])
 def test_a_strategy_that_splits_nothing_on_a_mesh_of_replicas_is_told(strategy):
     (warning,) = warnings({"replica": 8}, strategy)
-    assert warning.startswith(
-        f"{strategy} splits over axis 'fsdp', whose size is 1 here: nothing is split, as with ddp"
-    )
+    assert warning.startswith(f"{strategy} splits over axis 'fsdp', whose size is 1: nothing is split, as with ddp")
     assert warnings({"replica": 8}, strategy, opt_over=("replica", "fsdp")) == []
 
 

@@ -74,11 +74,11 @@ def test_codes_and_scales_are_leaves_that_nobody_trains():
     ("quantized", "options", "message"),
     [
         ({"**.up.kernel": "fp3"}, {}, r"codec 'fp3' is unknown; the codecs are nf4"),
-        ({"**.up.bias": "nf4"}, {}, r"up\.bias: .* no matrix"),
-        ({"head.kernel": "nf4"}, {}, r"head\.kernel: dim 1 \(size 37\) is no multiple of 64"),
+        ({"**.up.bias": "nf4"}, {}, r"up\.bias: .* not a floating-point matrix"),
+        ({"head.kernel": "nf4"}, {}, r"head\.kernel: dim 1 \(size 37\) is not a multiple of 64"),
         ({"**.nothing": "nf4"}, {}, "matches no parameter"),
-        ({"**.up.kernel": "nf4", "blocks.**": "int8"}, {}, "differ|no matrix"),
-        ({"**.up.kernel": "nf4"}, {"frozen": "embed"}, r"up\.kernel: is quantized, and codes are not trained"),
+        ({"**.up.kernel": "nf4", "blocks.**": "int8"}, {}, "differ|not a floating-point matrix"),
+        ({"**.up.kernel": "nf4"}, {"frozen": "embed"}, r"up\.kernel: is quantized, but codes cannot be trained"),
     ],
 )
 def test_what_cannot_be_coded_is_refused_by_name(quantized, options, message):

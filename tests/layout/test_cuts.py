@@ -120,8 +120,8 @@ def test_leaves_without_elements_are_not_cut():
 
 REFUSED: list[tuple[dict[str, Any], tuple[str, ...]]] = [
     ({"axis_rules": {"mlp": "tensor"}}, ("mlp.down:", "axis_rules", "'embed'")),
-    ({"axis_rules": {**RULES, "head": "tensor"}}, ("'head'", "drop its rule")),
-    ({"axis_rules": [("mlp", "tensor"), ("mlp", None)]}, ("('mlp', None)", "no pair")),
+    ({"axis_rules": {**RULES, "head": "tensor"}}, ("'head'", "remove its rule")),
+    ({"axis_rules": [("mlp", "tensor"), ("mlp", None)]}, ("('mlp', None)", "not a pair")),
     ({"axis_rules": RULES, "names": {}}, ("no sharding metadata",)),
     ({"axis_rules": {"mlp": "tensor", "embed": "tensor"}}, ("mlp.up:", "'embed'", "dim 0", "'tensor'", "'mlp' dim 1")),
     ({"axis_rules": {"mlp": "fsdp", "embed": None}}, ("'fsdp'", "the strategy")),

@@ -137,8 +137,8 @@ def test_only_frozen_floating_leaves_change_their_dtype_at_rest():
 
 REFUSED: list[tuple[list[jfsdp.LoRA], tuple[str, ...]]] = [
     ([lora("nope")], ("'nope'", "no parameter")),
-    ([lora("layers.bias")], ("layers.bias:", "(16,)", "no matrix")),
-    ([lora("ids")], ("ids:", "int32", "no matrix")),
+    ([lora("layers.bias")], ("layers.bias:", "(16,)", "matrix")),
+    ([lora("ids")], ("ids:", "int32", "matrix")),
     ([lora("query")], ("query:", "targets={'query': 1}")),
     ([lora({"query": 0})], ("query:", "0 of its 3 dims", "1..2")),
     ([lora({"query": 3})], ("query:", "3 of its 3 dims")),
@@ -175,8 +175,8 @@ def test_a_model_is_wrapped_once_by_each_function_in_either_order():
     one, codes = lora("**.up.kernel"), {"**.up.kernel": "nf4"}
     both = jfsdp.lora(jfsdp.quantize(Tower, codes), one)
     assert both == jfsdp.quantize(jfsdp.lora(Tower, [one]), codes)
-    refuses(lambda: jfsdp.lora(both, one), "jfsdp.lora already", "all loras in one call")
-    refuses(lambda: jfsdp.quantize(both, codes), "jfsdp.quantize already", "all codecs in one call")
+    refuses(lambda: jfsdp.lora(both, one), "by jfsdp.lora", "all loras in one call")
+    refuses(lambda: jfsdp.quantize(both, codes), "by jfsdp.quantize", "all codecs in one call")
     refuses(lambda: jfsdp.lora(Tower, []), "loras is empty")
     refuses(lambda: jfsdp.quantize(Tower, {}), "codecs is empty")
     refuses(lambda: jfsdp.fully_shard(jfsdp.lora(jfsdp.fully_shard(Tower), one)), "is already sharded", error=TypeError)

@@ -168,13 +168,13 @@ def test_a_partition_spec_says_dim_and_axes_of_param():
     leaf = place({"head": P(None, "fsdp")}, "ddp")["head"]
     assert axes(leaf) == {"param": F, "work": None, "use": W, "kept": W, "grad": F, "opt": F}
     leaf = make_table({"w": (5, 7)}, placements={"w": P(None, "fsdp")}).by_path["w"]
-    assert (leaf.dim, leaf.padding, leaf.reason) == (1, 1, "dim 1, as asked; placed by 'w'")
+    assert (leaf.dim, leaf.padding, leaf.reason) == (1, 1, "dim 1, as requested; placed by 'w'")
 
 
 def test_shard_names_the_dim_and_the_strategy_the_axes():
     for dim in (1, -1):
         leaf = place({"head": Shard(dim)})["head"]
-        assert (leaf.dim, axes(leaf)["opt"], leaf.reason) == (1, F, "dim 1, as asked; placed by 'head'")
+        assert (leaf.dim, axes(leaf)["opt"], leaf.reason) == (1, F, "dim 1, as requested; placed by 'head'")
     stack = make_table(STACK, units=UNITS, placements={"layers.w": Shard(0)}).by_path["layers.w"]
     assert stack.dim == 1, "layer dims do not count"
 

@@ -62,7 +62,7 @@ def test_the_root_is_named_by_the_empty_glob():
 
 
 def test_overrides_that_contradict_each_other_are_refused_and_others_add_up():
-    message = "unit 'layers.1': per_unit says remat='dots', and by 'layers.1' 'none'; make one of the globs narrower"
+    message = "unit 'layers.1': per_unit sets remat='dots', and 'layers.1' sets 'none'; make one of the globs narrower"
     with pytest.raises(ValueError, match=re.escape(message)):
         resolve(per_unit={"layers.*": {"remat": "dots"}, "layers.1": {"remat": "none"}})
     both = {"layers.*": {"remat": "dots"}, "layers.1": {"remat": "dots", "reshard_after_forward": False}}

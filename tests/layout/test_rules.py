@@ -95,4 +95,4 @@ def test_a_dim_asked_for_is_taken_whatever_its_size(leaf, data):
     choice = choose(leaf, dim=dim)
     assert choice.dim == dim
     assert choice.padding == -leaf["shape"][dim] % leaf["num_shards"]
-    assert choice.reason == f"dim {dim}, as asked"
+    assert choice.reason == f"dim {dim}, as requested"

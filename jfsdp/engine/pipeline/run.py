@@ -139,7 +139,7 @@ class _Pipeline:
         self.outer_engine = dataclasses.replace(engine, deferred=layout.data_axes)
         rows = jax.eval_shape(lambda micro: jax.tree.map(lambda x: x[0], micro), micro)
         self.trace = Trace(apply, fn, source, state, rows)
-        # A layer is traced again as it is inside the stages, where `pipe` is not an axis that a model may name.
+        # A layer is traced again for the stages, where a model may not name axis `pipe`.
         inside = jax.sharding.get_abstract_mesh().update_axis_types({PIPE: AxisType.Manual})
         with jax.sharding.use_abstract_mesh(inside):
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (dict(source), state, rows))

@@ -3,7 +3,7 @@
 [Note: ticks]
 All stages run through the same ticks. In a tick, a stage computes at most one forward and one backward of some of its
 layers, and its outputs reach its neighbours in the next tick. The last stage may compute forward and backward of a
-microbatch in the same tick, with the loss between them. There are no branches: a stage without work computes the same
+microbatch in the same tick, with the loss between them. Ticks have no branches: a stage without work computes the same
 on rows of another microbatch, and its outputs are not used. Ticks without any backward (or forward) are separate
 programs without it.
 
@@ -115,7 +115,7 @@ def get_schedule(asked: str | Schedule, stages: Size, microbatches: Size, repeat
         return asked
     if asked not in NAMES:
         raise ValueError(
-            f"pipe_schedule={asked!r} is unknown; the schedules are {', '.join(NAMES)}, or a Schedule of your own"
+            f"pipe_schedule={asked!r} is unknown; the schedules are {', '.join(NAMES)}, or a custom Schedule"
         )
     if repeats > 1 and microbatches % stages:
         more = -microbatches % stages
@@ -147,7 +147,7 @@ def schedule_of(layout: Layout, asked: str | Schedule, microbatches: int, repeat
         if repeats != 1 or asked != NAMES[0]:
             given = f"pipe_repeats={repeats}" if repeats != 1 else f"pipe_schedule={asked!r}"
             raise ValueError(
-                f"{given}: there is no pipeline; make the mesh with one (make_mesh({PIPE}=P), --mesh {PIPE}=P)"
+                f"{given}: the mesh has no pipeline; make it with one (make_mesh({PIPE}=P), --mesh {PIPE}=P)"
             )
         return None
     for leaf in (leaf for leaf in layout.leaves if leaf.is_staged):
