@@ -188,11 +188,11 @@ WRONG_TYPES = {
 }
 WRONG_VALUES = {
     "devices has a device twice": lambda: jfsdp.make_mesh(devices=jax.devices()[:1] * 2),
-    "unit '': per_unit sets its loss_scale": lambda: shard(per_unit={"": {"mp_policy": SCALED}}),
+    "unit '': per_unit sets loss_scale": lambda: shard(per_unit={"": {"mp_policy": SCALED}}),
     "is called as f(path, shape), and takes": lambda: shard(placements={"**": lambda path: None}),
     "frozen <lambda> is called as f(path, shape), and takes": lambda: shard(frozen=lambda path: True),
     "model is called as f(rngs), and takes other arguments": lambda: fully_shard(lambda: 3),
-    "model Linear is not made of rngs alone": lambda: fully_shard(nnx.Linear),
+    "model Linear needs more than rngs": lambda: fully_shard(nnx.Linear),
     "lambda rngs: Linear(...)": lambda: fully_shard(nnx.Linear),
     "lambda rngs: RngsByName(...)": lambda: fully_shard(RngsByName),
     "by_size: min_parameters=-1 must be a whole number, at least 1": lambda: jfsdp.by_size(-1),

@@ -1,1 +1,1 @@
-"""Flax models as pure functions with hooks; the only room that imports flax."""
+"""Flax models as pure functions with hooks; the only package that imports flax."""

@@ -1,4 +1,4 @@
-"""From what a user has as a model to the protocol: which adapter takes it."""
+"""Selection of the adapter for a user's model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jfsdp.modules.nnx import NNXModel
 
 
 def as_model(source: Any) -> PlainModel:
-    """Bring what `fully_shard` takes as a model into one form.
+    """Wrap a model that `fully_shard` accepts.
 
     Args:
       source: a factory `f(rngs) -> nnx.Module`; an `nnx.Module`, whose weights are kept; or, for Linen,
         `(module, example_inputs)` or `(module, example_inputs, variables)`: see `jfsdp.modules.linen.LinenModel`.
 
     Raises:
-      TypeError: for anything else.
-      ValueError: for a tuple that is not one of these.
+      TypeError: for any other type.
+      ValueError: for any other tuple.
     """
     is_class = isinstance(source, type) and issubclass(source, linen.Module)
     if isinstance(source, linen.Module) or is_class:

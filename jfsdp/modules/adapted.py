@@ -1,15 +1,15 @@
-"""A Flax model with low-rank adapters beside some of its parameters; the user's modules stay as they are.
+"""A Flax model with low-rank adapters of some of its parameters; the user's modules are not changed.
 
 [Note: where adapters are]
-The parts of an adapter are parameters at the module that holds the matrix, named after it: `q_proj.kernel.lora_a`. The
-user's code never reads them, but scans, remats and units take them along as they take the matrix. Whoever runs a unit's
-call computes with them (`jfsdp.engine.low_rank`).
+The parts of an adapter are parameters of the module that has the matrix, and are named after it:
+`q_proj.kernel.lora_a`. The user's code does not read them, but scans, remats and units carry them along with the
+matrix. A unit's call computes with them (`jfsdp.engine.low_rank`).
 
 [Note: masks of dropout]
-The mask of an adapter's input is drawn from a key in the model's state and a count that every microbatch raises, so
-that it is carried, saved, and folded on each device like any rng state. Folded in are the matrix's name and, for a
-stack, the number of the layer: that one is an array beside the matrix, since inside a scan nothing else tells layers
-apart.
+The mask of an adapter's input is drawn from a key in the model's state and a count that every microbatch increases, so
+that it is carried, saved, and folded on each device like any rng state. The matrix's name is folded in and, for a
+stack, the number of the layer. This number is an array next to the matrix, since inside a scan nothing else
+distinguishes layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DROPOUT_KEY, DROPOUT_COUNT = "lora_dropout.key", "lora_dropout.count"
 def adapt(
     wrapped: WrappedModel, base: PlainModel, units: Mapping[str, UnitInfo]
 ) -> tuple[FlaxModel, Mapping[str, UnitInfo]]:
-    """Return a wrapped model with its adapters and codes, and the units with these among their leaves.
+    """Return a wrapped model with its adapters and codes, and the units with the added leaves.
 
     Raises:
       ValueError: as `find_adapters` and `find_codecs`.
@@ -48,13 +48,13 @@ def adapt(
 
 
 class AdaptedModel:
-    """A model, adapters of it, and codes in the place of some of its weights, as one; see `FlaxModel`.
+    """A model with adapters, and with codes in place of some weights; see `FlaxModel`.
 
     In the tree that optimizers see, an adapted array is replaced by a dict of the parts of its adapter.
 
     Args:
       base: the user's model.
-      adapters, codecs: by the leaf that they are of.
+      adapters, codecs: by path of their leaf.
     """
 
     def __init__(self, base: PlainModel, adapters: Mapping[str, Adapter], codecs: Mapping[str, Codec]):
@@ -72,13 +72,13 @@ class AdaptedModel:
 
     @property
     def added(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """What is beside the model's own parameters: parts of adapters, and scales."""
+        """The leaves that are not the model's own parameters: parts of adapters, and scales."""
         return {name: leaf for name, leaf in self.params.items() if name not in self.base.params}
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:
         """Return parameters and other state by name; see `FlaxModel.create`."""
         made, state = self.base.create(seed)
-        params = dict(jax.lax.optimization_barrier(made))  # else XLA computes weights anew, in other bits, for norms
+        params = dict(jax.lax.optimization_barrier(made))  # otherwise XLA recomputes weights for norms, in other bits
         for path, codec in self.codecs.items():
             params[path], params[scales_of(path)] = codec.encode(params[path])
         adapters = create_adapters(self.adapters, decode_all(self.codecs, params), seed)
@@ -87,7 +87,7 @@ class AdaptedModel:
     def run(
         self, fn: Callable[..., Any], params: Mapping[str, Any], state: Mapping[str, Any], inputs: Any, hooks: Hooks
     ) -> tuple[Any, Arrays, Arrays]:
-        """Compute `fn(model, *inputs)` as the model alone does: who runs its units decodes, and adds the adapters."""
+        """Compute `fn(model, *inputs)` like the base model: the calls of its units decode, and add the adapters."""
         own = {name: state[name] for name in self.state if name not in self.base.state}
         given = {name: state[name] for name in self.base.state}
         out, params, after = self._whole.run(fn, params, given, inputs, hooks)
@@ -96,7 +96,7 @@ class AdaptedModel:
     def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
         """Return the user's own model, decoded, with each adapter added to its matrix.
 
-        Those matrices are in the model's own dtype: one of fewer bits at rest would round away what adapters add.
+        These matrices are in the model's own dtype, since fewer bits at rest would round away the adapters.
         """
         values = decode_all(self.codecs, params)
         own = {path: values[path].astype(self.base.params[path].dtype) for path in self.adapters}
@@ -105,7 +105,7 @@ class AdaptedModel:
 
 
 def decode_all(codecs: Mapping[str, Codec], params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return parameters by name with the values of those that are coded in the place of their codes."""
+    """Return parameters by name, with decoded values in place of codes."""
     found = dict(params)
     for path in codecs.keys() & found.keys():
         found[path] = codecs[path].decode(found[path], found[scales_of(path)])
@@ -113,10 +113,10 @@ def decode_all(codecs: Mapping[str, Codec], params: Mapping[str, Any]) -> dict[s
 
 
 def create_adapters(adapters: Mapping[str, Adapter], params: Mapping[str, jax.Array], seed: Any) -> Arrays:
-    """Return first parts of adapters by name, in float32; they change nothing of what a model computes.
+    """Return initial parts of adapters by name, in float32; they do not change a model's outputs.
 
     Args:
-      params: by name, at least the leaves that are adapted, of logical shape.
+      params: by name, at least the leaves with adapters, of logical shape.
     """
     found: Arrays = {}
     for path, one in adapters.items():
@@ -137,24 +137,24 @@ def _first_rngs(seed: Any) -> Arrays:
 
 
 def dropout_key(state: Mapping[str, Any]) -> jax.Array | None:
-    """Return the key of a microbatch's masks, from a model's state; None where no adapter has dropout."""
+    """Return the key of a microbatch's masks, from a model's state; None if no adapter has dropout."""
     return jax.random.fold_in(state[DROPOUT_KEY], state[DROPOUT_COUNT]) if DROPOUT_KEY in state else None
 
 
 def dropout_keys(key: jax.Array, adapter: Adapter, layers: jax.Array) -> jax.Array:
-    """Return a key for each of some layers of an adapted matrix; see [Note: masks of dropout]."""
+    """Return a key for each of the given layers of an adapted matrix; see [Note: masks of dropout]."""
     own = jax.random.fold_in(key, np.uint32(zlib.crc32(adapter.path.encode())))
     return jax.vmap(jax.random.fold_in, (None, 0))(own, layers.reshape(-1)).reshape(layers.shape)
 
 
 def column_norms(weight: jax.Array, adapter: Adapter) -> jax.Array:
-    """Return the norm of a matrix's columns, in float32: over the dims that take the input, for each output."""
+    """Return the norm of each column of a matrix, in float32: over the input dims, for each output."""
     dims = tuple(range(weight.ndim - len(adapter.shape) + adapter.stacked, weight.ndim))[: adapter.num_in]
     return jnp.sqrt(jnp.sum(jnp.square(weight.astype(jnp.float32)), dims))
 
 
 def merge(weight: jax.Array, adapter: Adapter, parts: Mapping[str, jax.Array]) -> jax.Array:
-    """Return the matrix that computes what a matrix with its adapter does, in the dtype of the matrix.
+    """Return the sum of a matrix and its adapter, in the dtype of the matrix.
 
     Layout:  layer dims, [in, out], [in, rank] and [rank, out] -> [in, out]
     """

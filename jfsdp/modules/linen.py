@@ -33,24 +33,24 @@ PARAMS, RNG_KEY, RNG_COUNT = "params", "rngs.key", "rngs.count"
 
 @checked
 class LinenModel:
-    """A Linen model seen from outside; see `jfsdp.modules.model.FlaxModel`.
+    """A Linen model as a `FlaxModel`; see `jfsdp.modules.model.FlaxModel`.
 
     Names are dotted paths: `h_0.attn.kernel` for parameters, `<collection>.<path>` for other variables. The state also
-    holds a key and a count, `rngs.key` and `rngs.count`: call number n runs under `fold_in(key, n)` for all its rng
-    streams, so that a loss need not pass `rngs`. A collection that `sow` fills during init is no state.
+    has a key and a count, `rngs.key` and `rngs.count`: call number n uses `fold_in(key, n)` for all its rng streams, so
+    that a loss need not pass `rngs`. A collection that `sow` fills during init is not state.
 
-    First parameters are those of `module.init(jax.random.key(seed), *example_inputs)`, which draws every stream from
-    that one key: the same draws, and the same bits where XLA compiles both alike (on CPU, an init inside nn.scan was
-    off by an ulp). Between meshes and strategies no bit differs. `rngs.key` is the same key.
+    Initial parameters are those of `module.init(jax.random.key(seed), *example_inputs)`, which draws every stream from
+    that one key. They are the same draws, and the same bits if XLA compiles both alike (on CPU, an init inside nn.scan
+    differed by an ulp). Between meshes and strategies no bit differs. `rngs.key` is the same key.
 
     Args:
       module: an unbound module.
-      example_inputs: what init is called with: a tuple or list of positional arguments, a dict of keyword arguments, or
-        one array. A `jax.ShapeDtypeStruct` becomes zeros; what is no array (`train=False`) is passed as it is.
+      example_inputs: the inputs of init: a tuple or list of positional arguments, a dict of keyword arguments, or one
+        array. A `jax.ShapeDtypeStruct` becomes zeros; other values (`train=False`) are passed unchanged.
       variables: weights to keep, and all other collections, as `module.init` returns them.
 
     Raises:
-      ValueError: if init fails on bare numbers (a shape that is no array), if the variables are those of another
+      ValueError: if init fails on bare numbers (a shape instead of an array), if the variables are those of another
         module, or for a collection called `rngs`.
     """
 
@@ -65,7 +65,7 @@ class LinenModel:
             abstract = self._init_abstract(example_inputs)
             after = self._apply_abstract(abstract) if _needs_apply(abstract, classes) else abstract
         if "rngs" in abstract:
-            raise ValueError("collection 'rngs': jfsdp keeps the rng key and count under this name; rename it")
+            raise ValueError("collection 'rngs': jfsdp stores the rng key and count under this name; rename it")
         self._sown = {name for name, x in abstract.items() if jax.tree.structure(x) != jax.tree.structure(after[name])}
         self._tree = jax.tree.structure(abstract.get(PARAMS, {}))
         self._state_tree = jax.tree.structure(self._collections(abstract))
@@ -76,7 +76,7 @@ class LinenModel:
         self.params = {name: struct_of(value) for name, value in params.items()}
         self.state = {name: struct_of(value) for name, value in state.items()}
         self.types: dict[str, type] = {}
-        self.aliases: dict[str, str] = {}  # a parameter has the name of the module that made it, whoever calls that
+        self.aliases: dict[str, str] = {}  # a parameter is named after the module that made it, for all callers
         self.dim_names = {name: names for name, names in self._dim_names.items() if name in self.params and names}
         self.tree = ParamTree(self.named({name: name for name in self.params}))
         self.modules = list_modules(classes, list(self.params), callers)
@@ -90,7 +90,7 @@ class LinenModel:
                     f"model: init of {type(self.module).__name__} failed ({error}): nn.with_partitioning takes names "
                     "of mesh axes, such as (None, 'tensor'); for other names use nn.with_logical_partitioning"
                 ) from error
-            # Numbers may be inputs (of a table that is given its length): a shape they are only where init fails.
+            # Numbers may be inputs (of a table of that length): they are treated as a shape only if init fails.
             if not self._args or not all(type(x) is int for x in self._args):
                 raise
             raise ValueError(
@@ -105,7 +105,7 @@ class LinenModel:
         return _plain(variables)
 
     def _apply_abstract(self, variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the variables are after one call, with a name on each parameter."""
+        """Return shapes of the variables after one call, with a name on each parameter."""
         names, params = iter(_named(variables.get(PARAMS, {}))), variables.get(PARAMS, {})
         labelled = jax.tree.map(lambda x: Labelled(x, next(names), "", tuple(x.shape), self), params)
 
@@ -119,7 +119,7 @@ class LinenModel:
         return {name: value for name, value in variables.items() if name != PARAMS and name not in self._sown}
 
     def _split(self, variables: Mapping[str, Any], key: jax.Array) -> tuple[Arrays, Arrays]:
-        """Name parameters and state, and add the state of the rngs."""
+        """Split variables into named parameters and state, and add the state of the rngs."""
         rngs = {RNG_KEY: key, RNG_COUNT: jnp.zeros((), jnp.int32)}
         return _named(variables.get(PARAMS, {})), {**_named(self._collections(variables)), **rngs}
 
@@ -132,7 +132,7 @@ class LinenModel:
         if lines:
             name = type(self.module).__name__
             raise ValueError(
-                f"the variables given are not those of {name}:\n{lines}\n  pass all that module.init returns"
+                f"the given variables do not match {name}:\n{lines}\n  pass all variables that module.init returns"
             )
         return variables
 
@@ -159,13 +159,13 @@ class LinenModel:
         return out, dict(params), self._collect(model)
 
     def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the collections of the module, as `module.init` returns them, around arrays."""
+        """Return the collections of the module, as `module.init` returns them, with these arrays."""
         names = [name for name in self.state if name not in (RNG_KEY, RNG_COUNT)]
         collections = jax.tree.unflatten(self._state_tree, [state[name] for name in names])
         return {PARAMS: self.named(params), **collections}
 
     def named(self, values: Mapping[str, Any]) -> Any:
-        """Return the collection of parameters around anything by name."""
+        """Return the collection of parameters, with any values by name."""
         return jax.tree.unflatten(self._tree, [values[name] for name in self.params])
 
     def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> LinenModel:
@@ -192,10 +192,10 @@ class LinenModel:
 class BoundModel:
     """A Linen module with its variables, as a loss function receives it.
 
-    `model(x, train=True)` and `model.method_name(x)` are `module.apply` on the bound variables, and return what the
-    method returns. Collections that exist since init (batch statistics, caches) are mutable, and what a call changes is
-    kept. With `mutable=` given a call returns `(out, variables)` as in Linen, and of the collections that exist it
-    keeps those named. Each call has rng keys of its own; `rngs=` given is used instead. `model.apply` is pure.
+    `model(x, train=True)` and `model.method_name(x)` are `module.apply` on the bound variables, and return the method's
+    output. Collections from init (batch statistics, caches) are mutable, and the changes of a call are kept. With
+    `mutable=` a call returns `(out, variables)` as in Linen, and keeps the changes of existing collections that it
+    names. Each call has different rng keys, unless `rngs=` is given. `model.apply` is pure.
     """
 
     def __init__(self, module: linen.Module, params: Any, state: dict[str, Any], rngs: tuple[Any, Any], hooks: Hooks):
@@ -204,7 +204,7 @@ class BoundModel:
 
     @property
     def params(self) -> Any:
-        """The parameters: arrays for the root unit, for other units what raises when it is used."""
+        """The parameters: arrays for the root unit; for other units, objects that raise when they are used."""
         return jax.tree.map(lambda x: x.unbox() if is_box(x) else x, self._params, is_leaf=is_box)
 
     @property
@@ -235,15 +235,15 @@ class BoundModel:
         return out if mutable in (None, False) and not captures else (out, after)
 
     def apply(self, variables: Mapping[str, Any], *args: Any, mutable: Any = False, **kwargs: Any) -> Any:
-        """Apply the module to given collections and the model's parameters: `module.apply`, and nothing is kept.
+        """Apply the module to given collections and the model's parameters, like `module.apply`, without side effects.
 
-        For loops of JAX (`lax.scan` over decoding steps): give `rngs` too where the module draws.
+        For loops of JAX (`lax.scan` over decoding steps). Pass `rngs` too if the module draws random numbers.
 
         Raises:
           ValueError: if parameters are given or mutable; see also `ShardedApply.__call__`.
         """
         if PARAMS in variables:
-            raise ValueError("apply: collection 'params' is the model's own; give the other collections only")
+            raise ValueError("apply: collection 'params' is the model's own; pass only other collections")
         if in_filter(mutable, PARAMS):
             raise ValueError(f"mutable={mutable!r} includes the parameters; name collections, or DenyList('params')")
         captures = kwargs.get("capture_intermediates")
@@ -256,8 +256,8 @@ class BoundModel:
                 if not self._hooks.units:
                     raise
                 raise ValueError(
-                    f"{error} Init made no such parameter; if a module names it after a unit's weights, which it maps "
-                    "from outside (nn.WeightNorm), make a unit of a module that holds both, or leave it to the root"
+                    f"{error} Init made no such parameter; if a module maps a unit's weights from outside and names it "
+                    "after them (nn.WeightNorm), make a unit of a module that contains both, or leave it to the root"
                 ) from error
 
     def __getattr__(self, name: str) -> Any:
@@ -267,11 +267,11 @@ class BoundModel:
         is_own = not name.startswith("_") and not hasattr(linen.Module, name)
         if is_own and inspect.isfunction(getattr(cls, name, None)):
             return functools.partial(self, method=name)
-        raise AttributeError(f"{cls.__name__} has neither a method nor a field {name!r}; reach submodules by methods")
+        raise AttributeError(f"{cls.__name__} has no method or field {name!r}; call submodules through methods")
 
 
 def _record(seen: Any, next_fun: Any, args: Any, kwargs: Any, context: Any) -> Any:
-    """Note the class of a module that is called, by path, and which modules call it that are not around it."""
+    """Record the class of a called module by path, and callers that do not contain it."""
     if context.module.scope is None:
         return next_fun(*args, **kwargs)
     (classes, callers, running), path = seen, join_path(context.module.path)
@@ -286,7 +286,7 @@ def _record(seen: Any, next_fun: Any, args: Any, kwargs: Any, context: Any) -> A
 
 
 def _own_class(cls: type) -> type:
-    """Look through the subclasses that nn.scan, nn.remat, nn.vmap and nn.jit make."""
+    """Return the user's class below the subclasses that nn.scan, nn.remat, nn.vmap and nn.jit make."""
     while cls.__module__ == "flax.linen.transforms":
         cls = cls.__bases__[0]
     return cls
@@ -300,13 +300,13 @@ def _example(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def _concrete(value: Any) -> Any:
     if not isinstance(value, jax.ShapeDtypeStruct):
-        # Arrays go as constants that belong to no device: init may be compiled for others.
+        # As numpy constants, which do not belong to a device: init may be compiled for other devices.
         return np.asarray(value) if isinstance(value, jax.Array) and not is_key(value) else value
     return jnp.broadcast_to(jax.random.key(0), value.shape) if is_key(value) else jnp.zeros(value.shape, value.dtype)
 
 
 def _plain(variables: Any) -> dict[str, Any]:
-    """Take variables out of FrozenDicts and boxes (nn.Partitioned), whose names state nothing: they are metadata."""
+    """Unwrap variables from FrozenDicts and boxes (nn.Partitioned), whose names are metadata only."""
     unboxed = jax.tree.map(lambda x: x.value if _is_named(x) else x, unfreeze(variables), is_leaf=_is_named)
     return meta.unbox(unboxed)
 
@@ -323,7 +323,7 @@ def _dim_names(variables: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def _needs_apply(variables: Mapping[str, Any], classes: Mapping[str, type]) -> bool:
-    """Tell whether init leaves questions: modules that nn.jit did not trace again, tuples that `sow` may fill."""
+    """Tell whether a call is needed after init: for modules that nn.jit did not retrace, or tuples that `sow` fills."""
     state = [value for name, value in variables.items() if name != PARAMS]
     keys = [key for path, _ in jax.tree_util.tree_leaves_with_path(state) for key in path[1:]]
     names = _named(variables.get(PARAMS, {}))

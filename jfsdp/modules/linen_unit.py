@@ -1,13 +1,13 @@
-"""A Linen unit's call under the engine: Flax's own lifting makes it a pure function of variables.
+"""A Linen unit's call under the engine: Flax's lifting makes it a pure function of variables.
 
 [Note: how a Linen unit is hooked]
-An interceptor (`nn.intercept_methods`) sees every method call. For one on a unit that is not open, the method is lifted
-as `nn.remat` lifts: Flax clones the module onto fresh scopes around given variables, with the same paths, rng keys and
-rng counters, and publishes what the call changed. So dropout masks, names and collections are those of the plain model,
-and it works below nn.scan, nn.remat, nn.vmap and nn.jit, which call back in their bodies.
+An interceptor (`nn.intercept_methods`) sees every method call. A call on a unit that is not open is lifted as in
+`nn.remat`: Flax clones the module onto new scopes around given variables, with the same paths, rng keys and rng
+counters, and publishes the changes of the call. So dropout masks, names and collections are those of the plain model.
+It also works inside nn.scan, nn.remat, nn.vmap and nn.jit, which call the interceptor in their bodies.
 
-A parameter of a unit that is not open is in a box, `NotGathered`. Flax opens it where the model reads a parameter: what
-comes out, `Unread`, raises at any use.
+A parameter of a unit that is not open is in a box, `NotGathered`. Flax opens it where the model reads a parameter, and
+the result, `Unread`, raises at any use.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from flax.linen import transforms
 from jfsdp.modules.model import Arrays, Hooks, join_path, not_gathered, state_in_transform
 from jfsdp.modules.parted import Parted, is_array, part_output
 
-# The name under which a unit's method runs inside its lift. Captures of intermediates leave it out.
+# The name of a unit's method inside its lift. Captures of intermediates exclude it.
 IN_UNIT = "in_unit"
 
 
 class NotGatheredError(ValueError):
-    """A parameter was used while its unit is not open."""
+    """A parameter was used while its unit was not open."""
 
 
 class _Refused:
-    """What stands for a parameter, by its path and unit, that is not gathered: to compute with it raises."""
+    """A placeholder, with path and unit, for a parameter that is not gathered; computing with it raises."""
 
     path: str
     unit: str
@@ -51,7 +51,7 @@ for _name in ("jax_array", "getitem", "neg", *_OPERATORS, *(f"r{operator}" for o
 
 
 class Unread(_Refused):
-    """What a model reads of a parameter that is not gathered: its shape and dtype. Any use raises."""
+    """The placeholder that a model reads for a parameter that is not gathered: shape and dtype. Any use raises."""
 
     def __init__(self, path: str, unit: str, shape: tuple[int, ...], dtype: Any):
         self.path, self.unit, self.shape, self.dtype, self.ndim = path, unit, shape, dtype, len(shape)
@@ -73,11 +73,11 @@ for _name in ("array", "iter", "len", "bool", "float", "int", "pos", "abs", "lt"
 class NotGathered(_Refused, meta.AxisMetadata):
     """A parameter at rest on its way to its unit, through scans, remats and jits: a pytree node around the array.
 
-    It refuses to be computed with, since a transform that maps variables (nn.map_variables) sees the boxes themselves.
+    Computing with it raises, since a transform that maps variables (nn.map_variables) receives the boxes themselves.
 
     Args:
       shape: the logical shape.
-      owner: told apart by traces that Flax caches (nn.jit): what is traced for one model must not serve another.
+      owner: distinguishes traces that Flax caches (nn.jit): a trace of one model must not be used for another.
     """
 
     def __init__(self, value: Any, path: str, unit: str, shape: tuple[int, ...], owner: Any):
@@ -100,7 +100,7 @@ class NotGathered(_Refused, meta.AxisMetadata):
         del params
         if index != 0:
             raise ValueError(
-                f"{self.path}: nn.scan or nn.vmap stacks layers along dim {index} of it, and unit {self.unit!r} is "
+                f"{self.path}: nn.scan or nn.vmap stacks its layers along dim {index}, but unit {self.unit!r} is "
                 "gathered along dim 0; use variable_axes={'params': 0}, or leave it to the root unit"
             )
         return self
@@ -110,7 +110,7 @@ class NotGathered(_Refused, meta.AxisMetadata):
 
 
 class Labelled(NotGathered):
-    """A parameter with its name, for discovery: Flax opens the box, and no trace cached for other names serves it."""
+    """A parameter with its name, for discovery: Flax opens the box, and does not reuse traces of other names."""
 
     def unbox(self) -> Any:
         return self.value
@@ -137,12 +137,12 @@ def make_interceptor(hooks: Hooks) -> Callable[..., Any]:
         if name not in hooks.units or hooks.is_open(name):
             return next_fun(*args, **kwargs)
         if context.method_name == "setup":
-            # From outside, for who asks for its submodules. If it computes with its weights, only the copy that runs
-            # the call can be set up.
+            # Called from outside, to access its submodules. If setup computes with weights, it can only run in the
+            # copy that runs the call.
             with contextlib.suppress(NotGatheredError):
                 next_fun()
             return None
-        # `orig_method` is the method with its module bound to it.
+        # `orig_method` is the method bound to its module.
         method = context.orig_method.func  # type: ignore[attr-defined]
         return _lift_call(method, name, hooks, _is_in_transform(module.scope))(module, *args, **kwargs)
 
@@ -150,7 +150,7 @@ def make_interceptor(hooks: Hooks) -> Callable[..., Any]:
 
 
 def _is_in_transform(scope: Any) -> bool:
-    """Tell whether a transform of JAX itself was entered since a scope, or one around it, was made or lifted."""
+    """Tell whether a transform of JAX was entered since a scope, or one around it, was made or lifted."""
     return scope is not None and (scope.trace_level != current_trace() or _is_in_transform(scope.parent))
 
 
@@ -168,7 +168,7 @@ def _lift_call(method: Callable[..., Any], unit: str, hooks: Hooks, is_in_transf
             if missing := [leaf for leaf in hooks.units[unit].leaves if leaf not in run.shards]:
                 raise ValueError(
                     f"unit {unit!r}: called where its parameters {', '.join(missing[:4])} are not visible; a lifted "
-                    "transform around it (nn.jit, nn.remat, nn.scan) leaves collection 'params' out of its variables"
+                    "transform around it (nn.jit, nn.remat, nn.scan) must include collection 'params' in its variables"
                 )
             out, after = hooks.call(unit, run, run.shards, {"params": {}, "inputs": inputs.dynamic})
             if after and is_in_transform:
@@ -181,11 +181,11 @@ def _lift_call(method: Callable[..., Any], unit: str, hooks: Hooks, is_in_transf
 
 
 class _ScopedRun:
-    """A unit's call as a pure function of its weights and inputs; it closes over all else: other variables, rng keys.
+    """A unit's call as a pure function of its weights and inputs, closed over other variables and rng keys.
 
     Attributes:
-      out, after: what the call returned, and the variables afterwards, parted, dynamic if it changed them; and
-      changed: the names of these. Known once it ran.
+      out, after: the call's output, and the variables afterwards, parted, dynamic if it changed them.
+      changed: the names of the changed variables. All three are set when it has run.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class _ScopedRun:
         self.out = part_output(self.unit, self.core_fn(scopes, *args, **kwargs))
         self.inputs.check_unwritten(f"unit {self.unit!r}")
         after, before = self.repack(scopes), set(map(id, self._leaves))
-        # What a call leaves as it was goes back as it was: out of a transform of JAX, nothing else could come.
+        # Unchanged variables are returned as the same objects: no other value could leave a transform of JAX.
         is_changed = lambda x: is_array(x) and id(x) not in before  # noqa: E731
         self.after = Parted(after, is_dynamic=is_changed)
         changed = [path[2:] for path, x in jax.tree_util.tree_leaves_with_path(after) if is_changed(x)]

@@ -1,9 +1,9 @@
-"""What jfsdp asks of a model, NNX or Linen: names and shapes, first arrays, and a run under hooks.
+"""The protocol of a model, NNX or Linen: names and shapes, initial arrays, and a run with hooks.
 
 [Note: one path for both]
-The engine sees a model as pure functions of arrays by name. An adapter turns the user's model into these functions and
-gives its hooks control at every call of a unit; what a unit's call is made of (graph definitions, scopes, rng counters)
-stays inside the adapter.
+The engine sees a model as pure functions of arrays by name. An adapter converts the user's model to these functions and
+calls hooks at every call of a unit. The parts of a unit's call (graph definitions, scopes, rng counters) stay inside
+the adapter.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ KeyPath = tuple[Any, ...]
 
 
 class ParamTree:
-    """The tree in which the user's own code, an optimizer above all, sees the parameters of a model.
+    """The tree of a model's parameters that the user's code, mainly an optimizer, sees.
 
     Linen: `params` as `module.init` returns them, nested, without metadata boxes. NNX: the state of `nnx.Param` that
     `nnx.split(model, nnx.Param, ...)` returns, with its Params.
 
     Args:
-      named: that tree, with the name of each parameter in the place of its array.
+      named: that tree, with the name of each parameter in place of its array.
     """
 
     def __init__(self, named: Any):
@@ -41,16 +41,16 @@ class ParamTree:
         self._name_of: dict[KeyPath, str] = {}
         for path, name in jax.tree_util.tree_leaves_with_path(named):
             self._name_of[path] = name
-            # An optimizer may also keep arrays bare where the tree has them in a Param.
+            # An optimizer may also keep bare arrays in place of the tree's Params.
             bare = tuple(key for key in path if not isinstance(key, jax.tree_util.GetAttrKey))
             self._name_of.setdefault(bare, name)
 
     def build(self, values: Mapping[str, Any]) -> Any:
-        """Return the tree of values by name, with `optax.MaskedNode()` where there is none."""
+        """Return the tree with values by name, and `optax.MaskedNode()` for missing values."""
         return jax.tree.unflatten(self._tree, [values.get(name, optax.MaskedNode()) for name in self._names])
 
     def by_name(self, tree: Any) -> dict[str, Any]:
-        """Return the values of a tree by name; undoes `build`.
+        """Return the values of a tree by name; the inverse of `build`.
 
         Raises:
           ValueError: if it is another tree.
@@ -59,10 +59,10 @@ class ParamTree:
         return {name: value for name, value in values if not isinstance(value, optax.MaskedNode)}
 
     def find(self, path: KeyPath) -> tuple[KeyPath, str | None, KeyPath]:
-        """Return the parameter that a path speaks of, and the keys before and after its own; (path, None, ()) if none.
+        """Return a path's parameter, and the keys before and after the parameter's own; (path, None, ()) if none.
 
-        That is the one whose key path is the longest at the path's end. Where there is none, keys may follow: some
-        optimizers keep several arrays in the place of a parameter.
+        It is the parameter with the longest key path at the end of the path. If there is none, keys may follow, since
+        some optimizers keep several arrays in place of a parameter.
         """
         for end in range(len(path), 0, -1):
             for start in range(end):
@@ -72,27 +72,27 @@ class ParamTree:
 
 
 class UnitRun(Protocol):
-    """A unit's call as a pure function; made anew for every call."""
+    """A unit's call as a pure function, made for a single call."""
 
     def __call__(self, full: Arrays, rest: Mapping[str, Any]) -> tuple[Any, Any, Arrays]:
-        """Run on gathered weights; return the arrays of the output, those of the state afterwards, and by the names of
-        `full` and `rest["params"]` the parameters that look written to.
+        """Run on gathered weights; return the arrays of the output, those of the state afterwards, and the parameters
+        that may have been written, by their names in `full` and `rest["params"]`.
 
-        `rest` has "params", weights of inner units by any name, and "inputs", the arrays that precision may cast. What
-        else is read may be closed over.
+        `rest` has "params", weights of inner units by any name, and "inputs", the arrays that precision may cast. Other
+        inputs may be closed over.
         """
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Hooks:
-    """What a model calls back while it runs.
+    """Functions that a model calls while it runs.
 
     Attributes:
-      units: the units besides the root that own leaves, by name.
+      units: the units other than the root that own leaves, by name.
       call: `call(unit, run, shards, rest) -> run(gathered, rest)`.
       is_open: whether a unit's call is running, so that its weights are gathered.
-      cast_inputs, cast_outputs: what precision does to a floating array at the model's own `__call__`.
+      cast_inputs, cast_outputs: casts of floating arrays at the model's own `__call__`.
     """
 
     units: Mapping[str, UnitInfo]
@@ -102,22 +102,22 @@ class Hooks:
     cast_outputs: Callable[[Any], Any]
 
     def owners(self) -> dict[str, str]:
-        """Return the unit of every parameter that belongs to one."""
+        """Return the unit of every parameter outside the root."""
         return {leaf: name for name, unit in self.units.items() for leaf in unit.leaves}
 
 
 class FlaxModel(Protocol):
-    """A Flax model seen from outside.
+    """The interface of a Flax model.
 
     Attributes:
-      params, state: shapes and dtypes of the parameters, and of everything else that lives between steps, by name.
-      types: the variable type of each parameter, where the API has such types; else empty.
-      dim_names: what sharding metadata calls the dims of a parameter, for those that have it.
-      aliases: other names of parameters that the model reaches in several ways, each with its own.
-      tree: the tree in which users, and their optimizers, see the parameters.
+      params, state: shapes and dtypes of the parameters, and of all other values that are kept between steps, by name.
+      types: the variable type of each parameter, if the API has such types; otherwise empty.
+      dim_names: names of a parameter's dims in sharding metadata, if it has them.
+      aliases: by other name of a parameter with several paths in the model, its own name.
+      tree: the tree of parameters that users and their optimizers see.
       modules: all modules, the root first.
-      instance: the weights given with the model, in a form of its own; None if `create` makes them.
-      adapters, codecs: the low-rank adapters of parameters, and how some are coded, by the parameter's name.
+      instance: the weights given with the model, in the adapter's own form; None if `create` makes them.
+      adapters, codecs: low-rank adapters and codecs by name of the parameter.
     """
 
     params: dict[str, jax.ShapeDtypeStruct]
@@ -132,7 +132,7 @@ class FlaxModel(Protocol):
     codecs: Mapping[str, Codec]
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:
-        """Return parameters and other state by name: first ones, made inside `jit`, or those of the `instance`."""
+        """Return parameters and other state by name: initialized inside `jit`, or those of the `instance`."""
         ...
 
     def run(
@@ -141,7 +141,7 @@ class FlaxModel(Protocol):
         """Compute `fn(model, *inputs)` with the user's model bound to arrays.
 
         Args:
-          params: the root unit's parameters gathered, all others as they rest.
+          params: the root unit's parameters gathered, all others as they are at rest.
 
         Returns:
           The output, and the parameters and other state afterwards.
@@ -152,31 +152,31 @@ class FlaxModel(Protocol):
         ...
 
     def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> Any:
-        """Return the user's own model around arrays: an `nnx.Module`, or the variables of a Linen module."""
+        """Return the user's own model with these arrays: an `nnx.Module`, or the variables of a Linen module."""
         ...
 
 
 class PlainModel(FlaxModel, Protocol):
-    """A Flax model as the user wrote it, which adapters may be added to."""
+    """A user's Flax model, to which adapters can be added."""
 
     def named(self, values: Mapping[str, Any]) -> Any:
-        """Return the tree in which users see the parameters, around anything by name."""
+        """Return the tree of parameters that users see, with any values by name."""
         ...
 
     def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> PlainModel:
-        """Return the model with more parameters, which its own code does not read and its transforms carry along.
+        """Return the model with additional parameters, which its code does not read and its transforms carry along.
 
         Args:
-          extra: by name, each that of a parameter of the model and one more word: `q_proj.kernel.lora_a`.
+          extra: by name: a parameter of the model and a suffix, such as `q_proj.kernel.lora_a`.
         """
         ...
 
 
 @contextlib.contextmanager
 def local_rules() -> Iterator[None]:
-    """Let the user's logical axis rules state nothing where no axis is left to state: in a `shard_map` over them all.
+    """Disable the user's logical axis rules inside a `shard_map` over all axes.
 
-    Without it a model sees the mesh of that `shard_map`, and Flax states shardings over axes that it must not name.
+    Otherwise a model sees the mesh of that `shard_map`, and Flax states shardings over axes that it must not name.
     """
     is_local = set(jax.sharding.get_abstract_mesh().axis_types) == {AxisType.Manual}
     with linen.logical_axis_rules(() if is_local else linen.get_logical_axis_rules()):
@@ -187,16 +187,16 @@ def not_gathered(path: str, unit: str) -> ValueError:
     """Make the error for a read of a parameter that is not gathered."""
     return ValueError(
         f"{path}: read outside the calls of its unit {unit!r}, where it is not gathered; call module.method(x), not "
-        "Class.method(module, x), leave it to the root unit, or make a unit of a module whose methods hold all its uses"
+        "Class.method(module, x), leave it to the root unit, or make a unit of a module whose methods contain all uses"
     )
 
 
 def state_in_transform(unit: str, names: Sequence[str], api: str) -> ValueError:
-    """Make the error for a call that changes state where the change cannot leave."""
+    """Make the error for a call that changes state inside a transform from which changes cannot be returned."""
     return ValueError(
-        f"unit {unit!r}: called inside a transform of JAX itself (jax.vmap, lax.scan, ...), and its call changes state "
-        f"there, which cannot leave it: {', '.join(names[:4])}; use the transform of Flax ({api}.vmap, {api}.scan, "
-        "...), or a mode in which the call changes nothing (deterministic, use_running_average)"
+        f"unit {unit!r}: called inside a transform of JAX (jax.vmap, lax.scan, ...), and its call changes state, which "
+        f"such a transform does not return: {', '.join(names[:4])}; use the transform of Flax ({api}.vmap, {api}.scan, "
+        "...), or a mode in which the call changes no state (deterministic, use_running_average)"
     )
 
 
@@ -211,5 +211,5 @@ def struct_of(value: Any) -> jax.ShapeDtypeStruct:
 
 
 def with_leaves(tree: Any, leaves: Sequence[Any]) -> Any:
-    """Put other leaves into the structure of a pytree."""
+    """Return a pytree with the same structure and other leaves."""
     return jax.tree.unflatten(jax.tree.structure(tree), leaves)

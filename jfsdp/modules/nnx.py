@@ -19,9 +19,9 @@ from jfsdp.modules.nnx_unit import hook_root, hook_unit
 
 
 class NNXModel:
-    """An NNX model seen from outside; see `jfsdp.modules.model.FlaxModel`.
+    """An NNX model as a `FlaxModel`; see `jfsdp.modules.model.FlaxModel`.
 
-    Names are dotted paths: `layers.0.attn.kernel`. Whatever is no `nnx.Param` is state.
+    Names are dotted paths: `layers.0.attn.kernel`. Variables other than `nnx.Param` are state.
 
     Args:
       source: a factory `f(rngs) -> nnx.Module`, or an `nnx.Module` whose weights are kept.
@@ -45,7 +45,7 @@ class NNXModel:
         self.aliases = _aliases(model, self.params)
 
     def create(self, seed: Any) -> tuple[Arrays, Arrays]:
-        """Return parameters and other state by name; call it inside `jit`. A given instance keeps its own."""
+        """Return parameters and other state by name; call it inside `jit`. A given instance keeps its weights."""
         model = self.instance if self.instance is not None else _make(self.factory, jax.random.key(seed))
         _, params, state = nnx.split(model, nnx.Param, ...)
         return _arrays(nnx.to_flat_state(params)), _arrays(nnx.to_flat_state(state))
@@ -60,12 +60,12 @@ class NNXModel:
         return out, *self._collect(model)
 
     def plain(self, params: Mapping[str, Any], state: Mapping[str, Any]) -> nnx.Module:
-        """Build the model around arrays."""
+        """Return the model with these arrays."""
         flat = [_with_arrays(self._params, params), _with_arrays(self._state, state)]
         return nnx.merge(self.graphdef, *(nnx.from_flat_state(part) for part in flat))
 
     def named(self, values: Mapping[str, Any]) -> nnx.State:
-        """Return the state of `nnx.Param` around anything by name."""
+        """Return the state of `nnx.Param` with any values by name."""
         return nnx.from_flat_state(_with_arrays(self._params, values))
 
     def with_params(self, extra: Mapping[str, jax.ShapeDtypeStruct]) -> NNXModel:
@@ -76,10 +76,10 @@ class NNXModel:
         for name, leaf in extra.items():
             beside = name.rpartition(".")[0]
             if beside not in owners:
-                raise ValueError(f"{beside}: this variable holds several arrays; an adapter takes variables of one")
+                raise ValueError(f"{beside}: this variable has several arrays; adapters support variables with one")
             module, key = nodes[join_path(owners[beside][:-1])], owners[beside][-1]
             if not isinstance(key, str):
-                raise ValueError(f"{beside}: is in a list; an adapter takes an attribute of a module")
+                raise ValueError(f"{beside}: is in a list; adapters support attributes of a module only")
             setattr(module, f"{key}{name.removeprefix(beside)}", nnx.Param(leaf))
         other = copy.copy(self)
         other.graphdef, params, _ = nnx.split(model, nnx.Param, ...)
@@ -89,7 +89,7 @@ class NNXModel:
         return other
 
     def _bind(self, params: Mapping[str, Any], state: Mapping[str, Any], hooks: Hooks) -> nnx.Module:
-        """Build the model around arrays, with the units hooked and their parameters guarded."""
+        """Return the model with these arrays, with hooks at its units and guards on their parameters."""
         model = self.plain(params, state)
         owners = hooks.owners()
         for path, node in nnx.iter_graph(model):
@@ -105,7 +105,7 @@ class NNXModel:
         return model
 
     def _collect(self, model: nnx.Module) -> tuple[Arrays, Arrays]:
-        """Return the parameters and the other state that a bound model holds; what it sowed is dropped."""
+        """Return the parameters and the other state of a bound model; sown values are dropped."""
         _, *parts = nnx.split(model, nnx.Param, nnx.Intermediate, ...)
         params, sown, state = (_arrays(nnx.to_flat_state(part)) for part in parts)
         state |= {name: value for name, value in sown.items() if name in self.state}
@@ -126,8 +126,8 @@ def _guard(path: str, unit: str, hooks: Hooks) -> Callable[..., Any]:
 
 
 def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
-    """Split a factory's model into its graph definition and shapes: in the trace, for outside of it a shape that stands
-    bare in a dict or a list is static to flax (0.12.8).
+    """Split a factory's model into its graph definition and shapes. This happens inside the trace: outside, flax
+    (0.12.8) treats a bare shape in a dict or a list as static.
     """
     if not callable(factory):
         raise TypeError(
@@ -150,20 +150,20 @@ def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
 
 
 def _check_class(module: type) -> None:
-    """Refuse a class that is not made of rngs alone. The signature of an NNX class itself takes anything."""
+    """Check that a class can be constructed from rngs only. Binding to the class itself accepts any arguments."""
     name, signature = module.__name__, inspect.signature(module.__init__)
     try:
         signature.bind("self", "rngs")
     except TypeError as error:
-        raise ValueError(f"model {name} is not made of rngs alone ({error}); pass lambda rngs: {name}(...)") from None
+        raise ValueError(f"model {name} needs more than rngs ({error}); pass lambda rngs: {name}(...)") from None
 
 
 def _make(factory: Any, seed: Any) -> nnx.Module:
     """Make a model inside a trace.
 
-    Its sharding metadata stays metadata. By default Flax states it when a variable is made, and refuses logical names
-    without rules, and any without a mesh in context. A variable remembers that; here it forgets, or trees of it would
-    not be those of the user's own model.
+    Its sharding metadata stays metadata. By default Flax applies it when a variable is created, and raises for logical
+    names without rules, and for all names without a mesh in context. A variable remembers this setting. It is reset
+    here, so that trees of variables equal those of the user's own model.
     """
     with nnx.use_eager_sharding(False):
         model = factory(nnx.Rngs(seed))
@@ -173,9 +173,9 @@ def _make(factory: Any, seed: Any) -> nnx.Module:
         if isinstance(node, nnx.Variable):
             node.set_metadata("eager_sharding", nnx.using_eager_sharding())
         elif isinstance(node, nnx.Module):
-            # Bare arrays are data, as they are if the model is made outside a trace. Inside one, flax (0.12.8, 0.12.12)
-            # takes them for static: `isinstance(tracer, tp.Union[jax.Array, ...])` is False on Python 3.11 and 3.12.
-            # This can go with the Flax that tells tracers.
+            # Bare arrays are data, as in a model that is made outside a trace. Inside one, flax (0.12.8, 0.12.12)
+            # treats them as static: `isinstance(tracer, tp.Union[jax.Array, ...])` is False on Python 3.11 and 3.12.
+            # Remove this when Flax recognizes tracers.
             for name, value in list(vars(node).items()):
                 if isinstance(value, jax.Array):
                     setattr(node, name, nnx.data(value))
@@ -183,14 +183,14 @@ def _make(factory: Any, seed: Any) -> nnx.Module:
 
 
 def _arrays(flat: Any) -> Arrays:
-    """Name every array of a flat state; a variable that holds several gets numbered names."""
+    """Name every array of a flat state; the arrays of a variable with several get numbers."""
     named = {}
     for path, variable in flat:
         leaves = jax.tree.leaves(variable)
         for index, leaf in enumerate(leaves):
             name = join_path(path) if len(leaves) == 1 else f"{join_path(path)}.{index}"
             if name in named:
-                raise ValueError(f"{name}: two arrays would have this name; take the '.' out of the key of one")
+                raise ValueError(f"{name}: two arrays would have this name; remove the '.' from the key of one")
             named[name] = leaf
     return named
 
@@ -207,7 +207,7 @@ def _dim_names(flat: Any) -> dict[str, tuple[Any, ...]]:
         if sharding is not None:
             spec = getattr(sharding, "spec", sharding)
             names = (spec,) if isinstance(spec, str) else tuple(spec)
-            named = tuple(name if isinstance(name, str | tuple) else None for name in names)  # else: left to XLA
+            named = tuple(name if isinstance(name, str | tuple) else None for name in names)  # others: left to XLA
             found |= dict.fromkeys(_arrays([(path, variable)]), named)
     return found
 
@@ -218,7 +218,7 @@ def _with_arrays(flat: Any, arrays: Mapping[str, Any]) -> Any:
 
 
 def _aliases(model: nnx.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the other names of parameters, which the model reaches in several ways, each with its own."""
+    """Return by other name of a parameter with several paths in the model, its own name."""
     found = {}
     for first, *others in nnx.find_duplicates(model):
         at = join_path(first)
@@ -228,7 +228,7 @@ def _aliases(model: nnx.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def _modules(model: nnx.Module, leaves: Sequence[str]) -> list[ModuleInfo]:
-    """List the modules, root first; what is reached in several ways has its first name."""
+    """List the modules, the root first; a module with several paths has the first as its name."""
     found = {path: type(node) for path, node in nnx.iter_graph(model) if isinstance(node, nnx.Module)}
     in_order = sorted(found, key=lambda path: [(isinstance(key, str), key) for key in path])
     ways = {join_path(path): [join_path(way[:-1]) for way in ways] for path, *ways in nnx.find_duplicates(model)}

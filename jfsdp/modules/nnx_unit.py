@@ -1,10 +1,10 @@
-"""An NNX unit's call under the engine: the unit's class is swapped for one whose methods go through the hooks.
+"""An NNX unit's call under the engine: the unit's class is replaced by a subclass whose methods call the hooks.
 
 [Note: how an NNX unit is hooked]
-Inside a trace the graph definition is merged with the arrays given, and each unit module of that traced copy has its
-class swapped for a subclass whose methods split the module again and hand it to the engine. NNX keeps the class in the
-graph definition, so a swapped class survives into the bodies of `nnx.scan`. The copy that runs a unit's call has the
-user's class again: a method that calls another one runs it directly. The user's own module is never touched.
+Inside a trace the graph definition is merged with the given arrays. In this traced copy, the class of each unit module
+is replaced by a subclass whose methods split the module again and pass it to the engine. NNX keeps the class in the
+graph definition, so the subclass is also used in the bodies of `nnx.scan`. The copy that runs a unit's call has the
+user's class again, so a method that calls another one runs it directly. The user's own module is never changed.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from jfsdp.modules.parted import Parted, can_cast, is_array, map_arrays, part_ou
 
 
 def hook_unit(module: nnx.Module, unit: UnitInfo, hooks: Hooks) -> None:
-    """Swap the class of a module of a traced copy; see [Note: how an NNX unit is hooked]."""
+    """Replace the class of a unit's module in a traced copy; see [Note: how an NNX unit is hooked]."""
     cls = type(module)
     _set_class(module, _subclass(cls, {name: _hooked(cls, name, unit, hooks) for name in hooked_methods(cls)}))
 
 
 def hook_root(module: nnx.Module, hooks: Hooks) -> None:
-    """Swap the class of the model of a traced copy: its `__call__` casts what goes in and what comes out."""
+    """Replace the class of the model in a traced copy, so that its `__call__` casts inputs and outputs."""
     cls = type(module)
     if not _has_call(cls):
         return
@@ -50,9 +50,10 @@ def hook_root(module: nnx.Module, hooks: Hooks) -> None:
 
 
 def hooked_methods(cls: type) -> list[str]:
-    """List the user's methods: `__call__`, and what binds to a module of the classes below nnx.Module.
+    """List the user's methods: `__call__`, and attributes of classes below nnx.Module that bind to a module.
 
-    What overrides a method of nnx.Module itself (train, eval, set_attributes) changes Python state and reads no weight.
+    Overrides of methods of nnx.Module (train, eval, set_attributes) are excluded: they change Python state and read no
+    weights.
     """
     own = {name for base in _own_bases(cls) for name in vars(base)}
     methods = {name for name in own if _is_method(inspect.getattr_static(cls, name))}
@@ -61,7 +62,7 @@ def hooked_methods(cls: type) -> list[str]:
 
 
 def _is_method(value: Any) -> bool:
-    """Tell a method from other attributes of a class: functions, and what decorators make of them (`nnx.jit`)."""
+    """Tell whether a class attribute is a method: a function, or the result of a decorator such as `nnx.jit`."""
     if isinstance(value, (type, staticmethod, classmethod, functools.partial)) or not hasattr(type(value), "__get__"):
         return False
     return callable(value) or isinstance(value, (functools.partialmethod, functools.singledispatchmethod))
@@ -80,12 +81,12 @@ def _has_call(cls: type) -> bool:
 
 
 def _set_class(module: nnx.Module, cls: type) -> None:
-    # Not by assignment, which NNX forbids below transforms of JAX itself (jax.checkpoint, lax.cond; flax 0.12.8).
+    # Not by assignment, which NNX forbids inside transforms of JAX (jax.checkpoint, lax.cond; flax 0.12.8).
     object.__setattr__(module, "__class__", cls)
 
 
 def _subclass(cls: type, methods: Mapping[str, Any]) -> type:
-    # A subclass is a pytree by default, and of a class that says pytree=False it would lose the attributes.
+    # A subclass is a pytree by default, and a subclass of a class with pytree=False would lose the attributes.
     options = {"pytree": cls._pytree__is_pytree}  # type: ignore[attr-defined]
     return types.new_class(
         cls.__name__, (cls,), options, lambda body: body.update({**methods, "__module__": cls.__module__})
@@ -121,12 +122,12 @@ def _is_node(value: Any) -> bool:
 
 
 class _PureCall:
-    """A unit's call as a pure function of its weights and the rest; keeps the Python parts of its output aside.
+    """A unit's call as a pure function of its weights and the rest; stores the Python parts of its output.
 
     Attributes:
-      weights: the unit's own, by their full names.
+      weights: the unit's own weights, by their full names.
       rest: weights of inner units, other variables, and inputs.
-      out, after: what the call returned, and the variables it changed or created, parted; known once it ran.
+      out, after: the call's output, and the variables that it changed or created, parted; set when it has run.
     """
 
     def __init__(self, method: Any, unit: UnitInfo, module: nnx.Module, inputs: Parted):
@@ -169,7 +170,7 @@ class _PureCall:
         return self.out.dynamic, self.after.dynamic, written
 
     def _take_created(self, nodes: Any, known: set[Any]) -> nnx.State:
-        """Take the variables that a call created (sown values, lazily made caches) off the copy that made them."""
+        """Remove variables that a call created (sown values, lazily made caches) from the copy, and return them."""
         new = {path: variable for path, variable in _variables(nodes) if path not in known}
         for path, variable in new.items():
             if isinstance(variable, nnx.Param):
@@ -180,7 +181,7 @@ class _PureCall:
 
 
 def _changed(state: nnx.State, before: nnx.State) -> nnx.State:
-    """Return the variables that a call changed: inside a transform of JAX, writing any other would be an error."""
+    """Return the variables that a call changed: inside a transform of JAX, writing others would be an error."""
     old = {path: jax.tree.leaves(variable) for path, variable in nnx.to_flat_state(before)}
 
     def is_new(path: Any, variable: Any) -> bool:

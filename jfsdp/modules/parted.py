@@ -1,10 +1,10 @@
-"""Values parted into the arrays that a trace carries and the rest, which stays Python.
+"""Values split into the arrays that a trace carries and the rest, which stays Python.
 
 [Note: containers that JAX does not know]
-A pytree is a leaf to JAX if its class is not registered: a plain dataclass, a subclass of dict or list, any object with
-attributes. Flax runs a model inside one trace, where that does not matter. A unit's call is a trace, and precision
-casts arrays; so such containers are opened here, where they hold arrays, and copied around others. A unit must not
-write to such a copy. What the model writes to a copy is written back to the original.
+For JAX, an object whose class is not a registered pytree is a leaf: a plain dataclass, a subclass of dict or list, any
+object with attributes. Flax runs a model inside one trace, where this makes no difference. A unit's call is a trace,
+and precision casts arrays. So such containers are opened here if they contain arrays, and copied with the other
+arrays. A unit must not write to such a copy. Writes of the model to a copy are written back to the original.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from flax import linen, nnx
 from jfsdp.layout.precision import is_float
 
 Test = Callable[[Any], bool]
-_LAZY = (Iterator, ValuesView)  # JAX warns of these
+_LAZY = (Iterator, ValuesView)  # JAX warns about these
 _CLOSED = (types.FunctionType, types.MethodType, types.ModuleType, type, linen.Module, nnx.Module, nnx.Variable)
 
 
 def is_array(value: Any) -> bool:
-    """Tell arrays, traced ones included, from what stays Python in a call."""
+    """Tell whether a value is an array, traced or not; other values stay Python in a call."""
     return isinstance(value, (jax.Array, np.ndarray))
 
 
 def can_cast(value: Any) -> bool:
-    """Tell the arrays that precision may cast."""
+    """Tell whether precision may cast a value."""
     return is_array(value) and is_float(value.dtype)
 
 
 class Parted:
-    """A pytree parted into what a trace carries and what stays Python; see [Note: containers that JAX does not know].
+    """A pytree split into traced and Python leaves; see [Note: containers that JAX does not know].
 
     Attributes:
       dynamic: the leaves that a trace carries.
-      static: the leaves that stay Python, opened containers not among them.
+      static: the leaves that stay Python, without opened containers.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Parted:
         values: Any,
         is_dynamic: Test = is_array,
         is_leaf: Test = lambda x: False,
-        is_data: Test = lambda x: isinstance(x, jax.Array),  # in a container, those of numpy may be settings
+        is_data: Test = lambda x: isinstance(x, jax.Array),  # inside a container, numpy arrays may be settings
         parent: Parted | None = None,
     ):
         self._seen: set[int] = parent._seen if parent else set()
@@ -64,7 +64,7 @@ class Parted:
             self.static += [] if mark else inside.static if inside else [x]
 
     def _open(self, container: Any, is_leaf: Test, is_data: Test) -> Parted | None:
-        """Part what a container holds; None if there is not an array in it."""
+        """Split the contents of a container; None if it contains no arrays."""
         self._seen.add(id(container))
         found = Parted(_held(container), is_data, is_leaf, is_data, self)
         self._seen -= {id(container)} if found.dynamic else set()
@@ -80,7 +80,7 @@ class Parted:
         return jax.tree.unflatten(self._tree, leaves)
 
     def _written(self) -> Iterator[tuple[Any, Any, Any]]:
-        """Yield the containers to whose copies a call has written, the copies, and what these hold now, uncast."""
+        """Yield containers whose copies a call has written to, the copies, and the copies' contents without casts."""
         while self._copies:
             old, new, put = self._copies.pop()
             given, held = _held(old), _held(new)
@@ -92,27 +92,27 @@ class Parted:
                 yield old, new, jax.tree.map(lambda x, back=back: back.get(id(x), x), held, is_leaf=_is_lazy)
 
     def check_unwritten(self, who: str) -> None:
-        """Refuse a call that has written to a container that `rebuild` copied: the caller's would not change."""
+        """Check that a call has not written to the copy of a container, since the caller's would not change."""
         for old, _, _ in self._written():
             raise ValueError(f"{who}: writes to a copy of an argument (a {type(old).__name__}); return the new values")
 
     def write_back(self) -> None:
-        """Write to the containers that `rebuild` copied what a call has written to the copies."""
+        """Write a call's writes to copies back to the original containers."""
         for old, new, held in self._written():
             _fill(old, new, held)
 
 
 def map_arrays(fn: Callable[[Any], Any], parts: Parted, values: Any) -> Any:
-    """Return the values of which `parts` is made with their arrays mapped; themselves if that changes none."""
+    """Return the values of `parts` with their arrays mapped; the same objects if no array changes."""
     new = [fn(x) for x in parts.dynamic]
     return values if all(a is b for a, b in zip(new, parts.dynamic, strict=True)) else parts.rebuild(new)
 
 
 def part_output(unit: str, out: Any) -> Parted:
-    """Part what a unit's call returns.
+    """Split a unit's output.
 
     Raises:
-      ValueError: for what is computed later, when the unit's weights are freed.
+      ValueError: for values that are computed later, when the unit's weights are freed.
     """
     parts = Parted(out)
     if late := [x for x in parts.static if isinstance(x, (*_LAZY, Awaitable))]:
@@ -141,14 +141,14 @@ def _leaves(held: Any) -> list[Any]:
 
 
 def _copy_around(value: Any, held: tuple[list[Any], dict[str, Any]]) -> Any:
-    """Return a copy of an object with other items and attributes."""
+    """Return a copy of an object with the given items and attributes."""
     is_tuple = isinstance(value, tuple)
     new = tuple.__new__(type(value), held[0]) if is_tuple else copy.copy(value)  # type: ignore[type-var]
     return _fill(new, value, held)
 
 
 def _fill(target: Any, source: Any, held: tuple[list[Any], dict[str, Any]]) -> Any:
-    """Write items, by the keys of `source`, and attributes to an object."""
+    """Write items, with the keys of `source`, and attributes to an object."""
     items, attributes = held
     if isinstance(target, list):
         target[:] = items

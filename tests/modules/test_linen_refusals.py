@@ -77,7 +77,7 @@ class Normed(nn.Module):
 
 def test_weights_of_a_unit_mapped_from_outside_are_refused_by_name_and_fine_in_the_root():
     refuse(("layer.kernel", "unit 'layer'"), Mapped(), units=[nn.Dense])
-    refuse(("Dense_0/kernel", "make a unit of a module that holds both"), Normed(), units=[nn.Dense])
+    refuse(("Dense_0/kernel", "make a unit of a module that contains both"), Normed(), units=[nn.Dense])
     trace(shard(Mapped(), units=[]), mean_square, data())
     trace(shard(Normed(), units=[nn.WeightNorm]), mean_square, data())
 
