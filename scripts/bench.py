@@ -83,12 +83,12 @@ def race(options: BenchOptions) -> int:
         what = f"{options.model or options.factory} on {num_devices} x {platform}, {rows} rows of {seq_len}"
         turned = f"{options.rounds} rounds of {options.steps} steps in fresh processes"
         show(settings, f"{what}, {options.param_dtype or 'none'}, remat {options.remat}: {turned}")
-    far = {name: own["loss_difference"] for name, own in settings.items()}
-    far = {name: one for name, one in far.items() if not one["relative"] <= options.tolerance}
-    for name, one in far.items():
+    differing = {name: result["loss_difference"] for name, result in settings.items()}
+    differing = {name: one for name, one in differing.items() if not one["relative"] <= options.tolerance}
+    for name, one in differing.items():
         text = f"{describe(name, one)}, over --loss-tolerance {options.tolerance:g}"
         print(f"bench.py: error: {text}", file=sys.stderr)
-    return 1 if far else 0
+    return 1 if differing else 0
 
 
 if __name__ == "__main__":

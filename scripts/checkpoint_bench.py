@@ -175,9 +175,9 @@ def cpu_seconds() -> float:
 def forget(path: Path) -> None:
     """Remove files from the page cache."""
     for file in files_below(path):
-        with file.open("rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        with file.open("rb") as stream:
+            os.fsync(stream.fileno())
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def files_below(path: Path) -> list[Path]:

@@ -165,12 +165,12 @@ def _descend(cases: Sequence[Case], start: Constants, names: Sequence[str]) -> C
 
 
 def _loss(cases: Sequence[Case], constants: Constants) -> float:
-    own: dict[str, list[float]] = {}
+    errors: dict[str, list[float]] = {}
     for case in cases:
         error = abs(math.log(case.predict(constants) / (case.run.step_s or 1)))
         error = error**2 / 2 / LARGE if error < LARGE else error - LARGE / 2
-        own.setdefault(case.run.source["repository"], []).append(error)
-    return statistics.mean(map(statistics.mean, own.values())) if own else 0.0
+        errors.setdefault(case.run.source["repository"], []).append(error)
+    return statistics.mean(map(statistics.mean, errors.values())) if errors else 0.0
 
 
 def _ratios(cases: Sequence[Case], constants: Constants) -> dict[str, float]:
@@ -195,11 +195,11 @@ def _print(
         name = case.run.id
         print(f"{name:42s} {ratios[name]:.3f}  {left_out[name]:.3f}  {committed[name]:.3f}")
     for what, found in (("fitted", ratios), ("left out", left_out), ("the code's", committed)):
-        own: dict[str, list[float]] = {}
+        errors_of: dict[str, list[float]] = {}
         for case in cases:
-            own.setdefault(case.run.source["repository"], []).append(abs(found[case.run.id] - 1))
-        by_source = {source: statistics.median(errors) for source, errors in own.items()}
-        near = statistics.mean(error <= NEAR for errors in own.values() for error in errors)
+            errors_of.setdefault(case.run.source["repository"], []).append(abs(found[case.run.id] - 1))
+        by_source = {source: statistics.median(errors) for source, errors in errors_of.items()}
+        near = statistics.mean(error <= NEAR for errors in errors_of.values() for error in errors)
         print(f"{what}: median over sources {statistics.median(by_source.values()):.1%}; within {NEAR:.0%}: {near:.0%}")
         print("  " + ", ".join(f"{source} {error:.1%}" for source, error in by_source.items()))
 

@@ -100,8 +100,9 @@ class PublishedRun:
         """Return the rates of its software; `constants` are fields of `Rates`."""
         hopper = self.cluster.gpu.capability[0] == 9
         attention = FLASH2_ON_HOPPER if hopper and self.software != XLA else CUDNN_ATTENTION
-        fields: dict[str, Any] = {"attention": attention, "passes": passes if self.software == EAGER else 1.0}
-        return Rates(self.cluster, **fields | constants)
+        passes = passes if self.software == EAGER else 1.0
+        fields: dict[str, Any] = {"attention": attention, "passes": passes, **constants}
+        return Rates(self.cluster, **fields)
 
 
 @functools.cache

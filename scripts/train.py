@@ -120,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def as_before(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str]) -> TrainConfig:
+def with_kept_options(config: TrainConfig, stored: Mapping[str, Any], argv: Sequence[str]) -> TrainConfig:
     """Return the configuration with the resumed run's values of omitted options (`resume_rules.RULES`)."""
     kept = resume_rules.kept(stored)
     again = parse(argv, kept)
@@ -165,7 +165,7 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
                 argv = [*argv, "--resume", "auto"]
                 config = parse(argv)
             stored = runs.read_config(run_dir) if config.resume else {}
-            config = as_before(config, stored, argv) if stored else config
+            config = with_kept_options(config, stored, argv) if stored else config
             run = Run(build(config, stored), run_dir, stored, begin, watch)
             is_cached = enable_compilation_cache(config.cache_dir) is not None
     except ValueError as error:

@@ -67,7 +67,7 @@ class Evaluate(OpenOptions):
         data.check_used([name for name in given if getattr(self, name) is not None])  # the run's may be of other data
         if data.form == "pairs":
             raise ValueError(f"--data {self.data}: are choices between two answers; a run with --preference shows them")
-        print(f"{opened.said}; {data.found}", file=sys.stderr)
+        print(f"{opened.description}; {data.found}", file=sys.stderr)
         rows = self.rows * num_data_shards(dict(model.layout.mesh_sizes))
 
         def batches() -> Iterator[Any]:

@@ -58,7 +58,7 @@ class Generate(OpenOptions):
             raise ValueError("--chat-template is for messages, and the prompts are texts; add --chat, or leave it out")
         opened = self.open()
         ends = (f"{opened.tokenizer.decode([one], special=True)!r} ({one})" for one in opened.stop)
-        print(f"{opened.said}; answers end with {' or '.join(ends)}", file=sys.stderr)
+        print(f"{opened.description}; answers end with {' or '.join(ends)}", file=sys.stderr)
         ids = [self._encode(opened, *prompt) for prompt in prompts]
         generate = Generator(opened.model, opened.job, sampling, stop=opened.stop)
         sizes = {"longest": max(map(len, ids)), "rows": min(self.rows, len(ids))}  # so that all groups share a program

@@ -14,7 +14,7 @@ from jfsdp.trainer.parse import read_mesh
 from jfsdp.trainer.run.config import TrainConfig
 
 if TYPE_CHECKING:
-    from jfsdp.trainer.run.load_model import Opened
+    from jfsdp.trainer.run.load_model import LoadedModel
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +43,7 @@ class OpenOptions(Options):
     chat_template: Location = None
     """A file with the jinja template of conversations, or one of the tokenizer's by name. none: the tokenizer's own."""
 
-    def open(self) -> Opened:
+    def open(self) -> LoadedModel:
         """Open the model.
 
         Raises:

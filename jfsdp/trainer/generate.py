@@ -192,12 +192,12 @@ class Generator:
     ) -> tuple[Any, jax.Array]:
         logits, cache = module(tokens, positions=positions, cache=cache, lengths=last)
         # Logits of one token per row are small, and replicating them makes the samples equal on all devices.
-        whole = NamedSharding(self.model.mesh, PartitionSpec())
-        logits = jax.lax.with_sharding_constraint(logits[:, : self.job.vocab_size].astype(jnp.float32), whole)
+        replicated = NamedSharding(self.model.mesh, PartitionSpec())
+        logits = jax.lax.with_sharding_constraint(logits[:, : self.job.vocab_size].astype(jnp.float32), replicated)
         chosen = jnp.where(jnp.isnan(logits).any(axis=-1), -1, self._sampling.draw(logits, numbers, current))
         rows, *_, length, _ = jax.tree.leaves(cache)[0].shape
         shardings = jax.tree.map(lambda shape: shape.sharding, self.cache_shapes(rows, length))
-        return jax.lax.with_sharding_constraint(cache, shardings), jax.lax.with_sharding_constraint(chosen, whole)
+        return jax.lax.with_sharding_constraint(cache, shardings), jax.lax.with_sharding_constraint(chosen, replicated)
 
     def _put(self, *arrays: np.ndarray) -> list[jax.Array]:
         shardings = [batch_sharding(self.model.mesh, array) for array in arrays]

@@ -160,7 +160,7 @@ class ShardingOptions(Options):
     Also dropout=0.05, rslora=true, dora=true, also=GLOB,... (parameters to train without adapters). May be repeated,
     for different targets."""
 
-    accumulate: Count = option(1, "gradient accumulation", "said", least=1)
+    accumulate: Count = option(1, "gradient accumulation", "noted", least=1)
     """Microbatches per step; must divide --batch-per-device."""
     sync: Annotated[str | None, optional(str, "every|last")] = option(None, "gradient accumulation", "rounding")
     """every: reduce gradients after each microbatch. last: reduce after the last one, and keep full gradients until
@@ -204,9 +204,9 @@ class StepOptions(ShardingOptions):
     token of an answer, so that its length does not count. A row is then a pair. none: train on tokens."""
     beta: Real = option(0.1, "preferences", "refused")
     """With --preference: a larger value stays closer to the reference."""
-    max_grad_norm: Decimal = option(1.0, "optimizer", "said, kept")
+    max_grad_norm: Decimal = option(1.0, "optimizer", "noted, kept")
     """Clip gradients to this global norm. none: do not clip."""
-    skip_nonfinite: bool = option(False, "optimizer", "said, kept")
+    skip_nonfinite: bool = option(False, "optimizer", "noted, kept")
     """Skip steps whose loss or gradient is not finite, and count them."""
     xla: Annotated[Fields, tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME=VALUE")] = option(
         (),
@@ -284,7 +284,7 @@ def train_arguments(options: StepOptions) -> dict[str, Any]:
     """
     arguments = step_arguments(options)
     if options.preference is not None and options.cross_documents:
-        raise ValueError("--cross-documents joins texts, but --preference trains on pairs of answers; omit one of them")
+        raise ValueError("--cross-documents joins texts, but --preference trains on pairs of answers; leave one out")
     rows, parts = options.batch_per_device, options.accumulate
     if rows % parts:
         raise ValueError(
@@ -312,7 +312,7 @@ def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> op
 
     tx, dtype, decay = job.optimizer(learning_rate), options.opt_state_dtype, options.ema
     if dtype not in (None, "bfloat16"):
-        raise ValueError(f"--opt-state-dtype {dtype!r} is not available; use bfloat16, or omit it")
+        raise ValueError(f"--opt-state-dtype {dtype!r} is not available; use bfloat16, or leave it out")
     if decay is not None and not 0 <= decay < 1:
         raise ValueError(f"--ema {decay} must be at least 0 and below 1; 0.999 averages over about 1000 steps")
     tx = tx if dtype is None else low_precision_state(tx, dtype)

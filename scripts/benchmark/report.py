@@ -64,21 +64,21 @@ def show(settings: Mapping[str, Any], title: str) -> None:
 
     console = Console(width=_WIDTH)  # rich would truncate columns at 80 if the output is a file
     console.print(title, highlight=False)
-    memories = list(dict.fromkeys(kind for own in settings.values() for kind in own["memory"]))
+    memories = list(dict.fromkeys(kind for result in settings.values() for kind in result["memory"]))
     columns = ("setting", "ms, median", "tokens/s", "ratio", "least..greatest", "first step, s", "losses differ by")
     table = Table(box=None, pad_edge=False)
     for number, column in enumerate((*columns, *(f"{kind}, GiB" for kind in memories))):
         table.add_column(column, justify="right" if number else "left", no_wrap=True)
-    for name, own in settings.items():
-        ratio = own["ratio"]
+    for name, result in settings.items():
+        ratio = result["ratio"]
         table.add_row(
             name,
-            f"{1e3 * own['step_s']:.2f}",
-            f"{own['tokens_per_s']:,.0f}",
+            f"{1e3 * result['step_s']:.2f}",
+            f"{result['tokens_per_s']:,.0f}",
             f"{ratio['median']:.4f}",
             f"{ratio['low']:.4f}..{ratio['high']:.4f}",
-            f"{own['first_step_s']:.2f}",
-            f"{own['loss_difference']['relative']:.1e}",
-            *(f"{own['memory'][kind] / _GIB:.3f}" if kind in own["memory"] else "-" for kind in memories),
+            f"{result['first_step_s']:.2f}",
+            f"{result['loss_difference']['relative']:.1e}",
+            *(f"{result['memory'][kind] / _GIB:.3f}" if kind in result["memory"] else "-" for kind in memories),
         )
     console.print(table)

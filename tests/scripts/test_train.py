@@ -16,7 +16,7 @@ import pytest
 from jfsdp.launch.watch import Watch
 from jfsdp.trainer.job import load_job
 from jfsdp.trainer.run.directory import read_config
-from jfsdp.trainer.run.weights import describe_model, stated_by_weights
+from jfsdp.trainer.run.weights import describe_model, initial_hf_config
 from tests.refusals import check_facts
 from tests.scripts.command import ONE_LAYER, ROOT, read_losses, read_metrics, train, write_corpus
 
@@ -373,7 +373,7 @@ def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, op
 
 def test_a_resumed_run_says_of_its_weights_what_it_said_before_or_what_they_say(tmp_path):
     before = {"eos_token_id": 7, "max_position_embeddings": 4096, "hidden_size": 1}
-    theirs = stated_by_weights(parse("--recipe", "stdlib", "--resume"), {"pretrained": before})
+    theirs = initial_hf_config(parse("--recipe", "stdlib", "--resume"), {"pretrained": before})
     job: Any = load_job("llama-tiny", None)
     short, long = (describe_model(job, seq_len, theirs) or {} for seq_len in (16, 8192))
     assert (short["eos_token_id"], short["hidden_size"]) == (7, job.config.dim)
@@ -381,7 +381,7 @@ def test_a_resumed_run_says_of_its_weights_what_it_said_before_or_what_they_say(
     # A job that is always started with --resume, so that it goes on wherever it was stopped.
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
     config = parse("--recipe", "stdlib", "--resume", "--init-from", str(tmp_path))
-    assert (describe_model(job, 16, stated_by_weights(config, {})) or {})["eos_token_id"] == 7
+    assert (describe_model(job, 16, initial_hf_config(config, {})) or {})["eos_token_id"] == 7
 
 
 REFUSED = [

@@ -47,7 +47,7 @@ class Documents:
         self._corpus, self._tokenizer, self._vocab_size, self._first = corpus, tokenizer, vocab_size, first
         self.examples, self._indices = examples, np.arange(len(corpus))
 
-    def only(self, indices: np.ndarray) -> Documents:
+    def select(self, indices: np.ndarray) -> Documents:
         """Return the documents at these indices."""
         chosen = copy.copy(self)
         chosen._indices = self._indices[indices]

@@ -46,7 +46,7 @@ def read_messages(messages: Any) -> list[Message]:
     is_list = isinstance(messages, list) and all(isinstance(one, Mapping) for one in messages)
     if not is_list or not all(isinstance(one.get("role"), str) for one in messages):
         raise ValueError(
-            'its messages are not a list of objects with "role" and "content"; write them as OpenAI does: '
+            'messages are not a list of objects with "role" and "content"; write them as OpenAI does: '
             '[{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]'
         )
     return [_read_message(one, number) for number, one in enumerate(messages, 1)]
@@ -163,7 +163,7 @@ def calls_of(message: Message) -> list[Any]:
     functions = [one.get("function") if isinstance(one, Mapping) else None for one in calls]
     if not all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in functions):
         raise ValueError(
-            'its tool_calls are not all {"function": {"name": "...", "arguments": {...}}}; write them as OpenAI does'
+            'tool_calls are not all {"function": {"name": "...", "arguments": {...}}}; write them as OpenAI does'
         )
     return list(calls)
 

@@ -33,8 +33,8 @@ def form_of(record: Record, text_field: str | None) -> str | None:
     """
     if text_field is not None:
         return "text" if isinstance(record.get(text_field), str) else None
-    there = {name for name, value in record.items() if value is not None}
-    return next((form for form, fields in FORMS.items() if there.issuperset(fields)), None)
+    present = {name for name, value in record.items() if value is not None}
+    return next((form for form, fields in FORMS.items() if present.issuperset(fields)), None)
 
 
 def read_record(line: bytes, form: str | None, text_field: str | None) -> tuple[str, Any]:

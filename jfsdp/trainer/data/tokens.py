@@ -163,7 +163,7 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
             kept, survey = survey_examples(documents)
             line, encoding = f"{line}; {survey}", f"{encoding}:{examples.digest}"
             has_conversations |= examples.has_conversations
-        train, evaluated = (documents.only(part[kept[part]]) for part in _split(corpus, config, source))
+        train, evaluated = (documents.select(part[kept[part]]) for part in _split(corpus, config, source))
         if not len(train):
             raise ValueError(f"data {source!r}: none of its {len(corpus)} documents is left to train on; {line}")
         found, trained, held_out = [*found, line], [*trained, train], [*held_out, evaluated]

@@ -18,7 +18,7 @@ from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_named
 from jfsdp.trainer.parse import write
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.resume_rules import what_decides
+from jfsdp.trainer.run.resume_rules import loss_settings
 from jfsdp.trainer.run.weights import check_paths, check_policies, find_job, with_tokenizer
 from jfsdp.trainer.sources.source import source_of
 from jfsdp.trainer.step import make_schedule, make_step
@@ -104,7 +104,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     schedule = make_schedule(config.learning_rate, warmup, decay_steps, config.min_learning_rate)
     model, tx, step = make_step(config, job, mesh, schedule, check_loss=config.check_loss)
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
-    decides = what_decides(config) | {
+    decides = loss_settings(config) | {
         **{f"model_config.{name}": value for name, value in _fields(job, config).items()},
         "adapters": _paths_by_kind(model.model.adapters),
         "seq_len": row_items,

@@ -47,13 +47,13 @@ class TrainConfig(StepOptions):
     seed: Count = option(0, "data", "refused", least=0)
     """Seed of the initial weights, the order of the data and the sample."""
 
-    learning_rate: Real = option(3e-4, "most used", "said, kept")
+    learning_rate: Real = option(3e-4, "most used", "noted, kept")
     """Peak of the schedule: linear warmup, then cosine decay."""
-    warmup: Number = option(None, "optimizer", "said, kept")
+    warmup: Number = option(None, "optimizer", "noted, kept")
     """Warmup steps. none: 5 % of --decay-steps."""
-    decay_steps: Number = option(None, "optimizer", "said, kept", least=1)
+    decay_steps: Number = option(None, "optimizer", "noted, kept", least=1)
     """Steps until the cosine reaches its floor. none: --steps; on resume, the run's value."""
-    min_learning_rate: Real = option(0.1, "optimizer", "said, kept")
+    min_learning_rate: Real = option(0.1, "optimizer", "noted, kept")
     """Floor of the schedule, as a fraction of the peak."""
 
     check_loss: bool = option(True, "XLA and debugging", "free")

@@ -33,7 +33,7 @@ from jfsdp.trainer.run import resume_rules
 
 
 def new_run_dir(name: str, root: str = "runs") -> Path:
-    """Return `runs/NAME-DATE-TIME`, with the time of now or of the launcher's first start."""
+    """Return `runs/NAME-DATE-TIME`, with the current time or the time of the launcher's first start."""
     return Path(root) / f"{name}-{os.environ.get(LAUNCHED) or time.strftime('%Y%m%d-%H%M%S')}"
 
 
@@ -143,13 +143,13 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not the configuration of a run ({error}); restore or remove it") from error
 
 
-def check_same(run_dir: Path, ours: Mapping[str, Any]) -> None:
+def check_same(run_dir: Path, decides: Mapping[str, Any]) -> None:
     """Check that a run can be resumed with these settings (`resume_rules.RULES`).
 
     Raises:
       ValueError: naming each setting that differs, with its old and new value.
     """
-    if refused := resume_rules.refused(read_config(run_dir), ours):
+    if refused := resume_rules.refused(read_config(run_dir), decides):
         raise ValueError(
             f"run directory {str(run_dir)!r} holds another run: {resume_rules.describe(refused)}. Resume with its "
             f"settings, or start a new run with another --run-dir (from these weights with --init-from {run_dir})"
@@ -193,7 +193,7 @@ def _step_of(line: str) -> int | None:
 
 
 @contextlib.contextmanager
-def only_writer(run_dir: Path) -> Iterator[None]:
+def lock_run_dir(run_dir: Path) -> Iterator[None]:
     """Create the directory and lock it for this process.
 
     Raises:

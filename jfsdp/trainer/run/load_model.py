@@ -26,11 +26,11 @@ from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import make_run_mesh
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.weights import find_job as job_of_run
-from jfsdp.trainer.run.weights import leaves_out_base, load_weights, open_checkpoints
+from jfsdp.trainer.run.weights import load_weights, omits_base, open_checkpoints
 
 
 @dataclasses.dataclass
-class Opened:
+class LoadedModel:
     """A model loaded for generation.
 
     Attributes:
@@ -39,7 +39,7 @@ class Opened:
       tokenizer: the model's tokenizer.
       prompts: encoder of texts and messages.
       stop: ids that end an answer.
-      said: description of the model in one line.
+      description: description of the model in one line.
     """
 
     config: TrainConfig
@@ -49,7 +49,7 @@ class Opened:
     tokenizer: Tokenizer
     prompts: Examples
     stop: tuple[int, ...]
-    said: str
+    description: str
 
 
 def open_model(
@@ -60,7 +60,7 @@ def open_model(
     tokenizer: str | None = None,
     chat_template: str | None = None,
     eod_token: str | None = None,
-) -> Opened:
+) -> LoadedModel:
     """Load the model of a run or of a directory of Hugging Face.
 
     A run with adapters or averages is restored like a resumed run, with its base from its initial weights. From any
@@ -99,16 +99,16 @@ def open_model(
     config = dataclasses.replace(config, tokenizer=tokenizer, chat_template=chat_template, eod_token=eod_token)
     loaded = load_tokenizer(tokenizer, eod_token=config.eod_token)
     begun = dataclasses.replace(config, init_adapter=stored.get("config", {}).get("init_adapter"))
-    is_restored = bool(stored) and (leaves_out_base(begun) or begun.ema is not None)
+    is_restored = bool(stored) and (omits_base(begun) or begun.ema is not None)
     if is_restored:
         if given.init_adapter is not None:
             raise ValueError(f"{path!r} already has adapters or averages; leave out --adapter, or name another model")
         job = job_of_run(config)
-        model, state, said = _restored(config, job, directory, step)
+        model, state, description = _restored(config, job, directory, step)
     else:
         job = job_of_run(config) if stored else _job_of(directory, given)
         weights = directory / "checkpoints" / str(runs.resume_step(directory, step)) if stored else directory
-        model, state, said = load_frozen(config, job, weights)
+        model, state, description = load_frozen(config, job, weights)
     if job.vocab_size is not None and loaded.vocab_size > job.vocab_size:
         raise ValueError(
             f"--tokenizer {tokenizer}: its ids go up to {loaded.vocab_size - 1}, but the model's ids are below "
@@ -119,7 +119,7 @@ def open_model(
     places = [config.init_from, None if tokenizer == "byte" else tokenizer]
     directories = [directory, *(Path(place).expanduser() for place in places if place)]
     stop = _stop_ids(loaded, prompts, find_template(tokenizer, config.chat_template) is not None, directories)
-    return Opened(config, job, model, state, loaded, prompts, stop, f"{said}, tokenizer {tokenizer}")
+    return LoadedModel(config, job, model, state, loaded, prompts, stop, f"{description}, tokenizer {tokenizer}")
 
 
 def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
@@ -185,7 +185,7 @@ def _restored(config: TrainConfig, job: Job, directory: Path, step: str) -> tupl
     if config.init_from:
         like = load_weights(config, job, model, tx)
     else:  # the base comes from the seed
-        like = model.init(tx, config.seed) if leaves_out_base(config) else model.abstract_state(tx)
+        like = model.init(tx, config.seed) if omits_base(config) else model.abstract_state(tx)
     with open_checkpoints(config, directory) as checkpoints:
         state, _ = checkpoints.restore(like=like, step=found)
     state = state if config.ema is None else with_ema(state)

@@ -78,11 +78,11 @@ def _compute(
     source: PairSource, job: Job, model: ShardedModel, state: TrainState, share: dict[str, int], watch: Watch
 ) -> np.ndarray:
     table = np.full((source.num_documents, 2), np.nan, np.float32)
-    whole = NamedSharding(model.mesh, PartitionSpec())  # type: ignore[arg-type]
+    replicated = NamedSharding(model.mesh, PartitionSpec())  # type: ignore[arg-type]
 
     def score(module: Any, batch: Any) -> Any:
         scores, counts = score_answers(job, module, batch)
-        return jax.lax.with_sharding_constraint((scores, counts.min(axis=1) > 0, batch["index"]), whole)
+        return jax.lax.with_sharding_constraint((scores, counts.min(axis=1) > 0, batch["index"]), replicated)
 
     forward = model.forward(score)
     for batch in source.every_batch(**share):
@@ -123,7 +123,7 @@ def read_reference(run_dir: Path, num_documents: int) -> np.ndarray | None:
         raise ValueError(f"{path} is damaged ({error}); remove it to compute it again") from error
     if table.shape != (num_documents, 2) or table.dtype != np.float32:
         raise ValueError(
-            f"{path} belongs to other data, with {len(np.atleast_1d(table))} documents and not {num_documents}; remove "
-            "it to compute it again, or use those data"
+            f"{path} belongs to other data than these {num_documents} documents; remove it to compute it again, or use "
+            "those data"
         )
     return table

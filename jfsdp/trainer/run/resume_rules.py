@@ -12,9 +12,9 @@ from jfsdp.trainer.parse import Pairs, read_fields, write
 from jfsdp.trainer.run.config import TrainConfig
 
 RULES = {
-    "said, kept": "continues with a note",
+    "noted, kept": "continues with a note",
     "kept": "continues",
-    "said": "continues with a note: losses differ by rounding, and by other dropout masks and batch statistics",
+    "noted": "continues with a note: losses differ by rounding, and by other dropout masks and batch statistics",
     "rounding": "continues with a note: losses differ by rounding, and by other dropout masks under another mesh",
     "refused": "refused",
     "free": "continues",
@@ -28,7 +28,7 @@ def options_of(*rules: str) -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(TrainConfig) if field.metadata["resume"] in rules)
 
 
-def what_decides(config: TrainConfig) -> dict[str, Any]:
+def loss_settings(config: TrainConfig) -> dict[str, Any]:
     """Return the options on which losses depend by more than rounding, each in one spelling.
 
     `build` adds values that follow from several options (rows per step, the schedule, the fields of the model). The
@@ -50,15 +50,15 @@ def what_decides(config: TrainConfig) -> dict[str, Any]:
 def _lora(fields: Pairs) -> str:
     from jfsdp.layout.lora import LoRA  # imports JAX, and a script sets XLA's flags before that
 
-    whole = dataclasses.asdict(LoRA(**dict(fields)))
-    return str(sorted((name, list(x) if isinstance(x, tuple) else x) for name, x in whole.items()))
+    complete = dataclasses.asdict(LoRA(**dict(fields)))
+    return str(sorted((name, list(x) if isinstance(x, tuple) else x) for name, x in complete.items()))
 
 
-def differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return [old, new] of each setting that differs, by name; {} if `theirs` is empty."""
-    theirs, ours = (json.loads(json.dumps(dict(settings), default=str)) for settings in (theirs, ours))
-    names = {**theirs, **ours} if theirs else ()
-    return {name: [theirs.get(name), ours.get(name)] for name in names if theirs.get(name) != ours.get(name)}
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return [old, new] of each setting that differs, by name; {} if `old` is empty."""
+    old, new = (json.loads(json.dumps(dict(settings), default=str)) for settings in (old, new))
+    names = {**old, **new} if old else ()
+    return {name: [old.get(name), new.get(name)] for name in names if old.get(name) != new.get(name)}
 
 
 def describe(differing: Mapping[str, Sequence[Any]]) -> str:
@@ -71,13 +71,13 @@ def describe(differing: Mapping[str, Sequence[Any]]) -> str:
 
 
 def decided(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the stored `decides` of a run, with pairs spelled like those of `what_decides` and `build`."""
-    theirs = dict(stored.get("decides", {}))
+    """Return the stored `decides` of a run, with pairs spelled like those of `loss_settings` and `build`."""
+    settings = dict(stored.get("decides", {}))
     for name, option in {"rate_scale": "rate_scale", "model_config.fields": "model_config"}.items():
-        if theirs.get(name):
-            read = read_fields(TrainConfig, {option: theirs[name]})[option]
-            theirs[name] = [write((pair,)) for pair in read]
-    return theirs
+        if settings.get(name):
+            read = read_fields(TrainConfig, {option: settings[name]})[option]
+            settings[name] = [write((pair,)) for pair in read]
+    return settings
 
 
 def refused(stored: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, list[Any]]:
@@ -87,9 +87,9 @@ def refused(stored: Mapping[str, Any], decides: Mapping[str, Any]) -> dict[str, 
       stored: the `config.json` of the run, or empty.
       decides: the current settings on which the losses depend.
     """
-    theirs = {name: x for name, x in decided(stored).items() if name not in REMOVED or x != REMOVED[name][0]}
-    found, said = differences(theirs, decides), options_of("said, kept", "said")
-    return {name: pair for name, pair in found.items() if name not in said}
+    old = {name: x for name, x in decided(stored).items() if name not in REMOVED or x != REMOVED[name][0]}
+    found, allowed = differences(old, decides), options_of("noted, kept", "noted")
+    return {name: pair for name, pair in found.items() if name not in allowed}
 
 
 def changed(stored: Mapping[str, Any], decides: Mapping[str, Any], config: TrainConfig) -> dict[str, list[Any]]:
@@ -128,4 +128,4 @@ def removed(stored: Mapping[str, Any]) -> dict[str, str]:
 def kept(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options, with values, that a resumed run keeps if the command omits them."""
     before = stored.get("config", {})
-    return {name: before[name] for name in options_of("said, kept", "kept") if name in before}
+    return {name: before[name] for name in options_of("noted, kept", "kept") if name in before}

@@ -86,7 +86,7 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-class Lenient:
+class BackgroundTracker:
     """Runs a tracker in a thread, so that it neither fails nor delays a run. Errors are printed as notes.
 
     Args:

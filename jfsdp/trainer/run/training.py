@@ -36,8 +36,8 @@ from jfsdp.trainer.run.loop import Loop
 from jfsdp.trainer.run.metrics import JsonLines, Throughput, closing, finite, save_loss_curve
 from jfsdp.trainer.run.reference import find_reference
 from jfsdp.trainer.run.stop import StopSignal
-from jfsdp.trainer.run.trackers import Lenient, MLflow, TensorBoard, Wandb
-from jfsdp.trainer.run.weights import describe_model, leaves_out_base, load_weights, open_checkpoints, stated_by_weights
+from jfsdp.trainer.run.trackers import BackgroundTracker, MLflow, TensorBoard, Wandb
+from jfsdp.trainer.run.weights import describe_model, initial_hf_config, load_weights, omits_base, open_checkpoints
 from jfsdp.trainer.sources.source import Source, open_source
 from jfsdp.trainer.sources.tokens import PairSource, TokenSource
 from jfsdp.trainer.step import describe_attention, make_batch
@@ -59,7 +59,7 @@ class Run:
 
     def __init__(self, parts: Parts, run_dir: Path, stored: Mapping[str, Any], begin: float, watch: Watch):
         self.config, self.parts, self.run_dir, self.begin, self.watch = parts.config, parts, run_dir, begin, watch
-        self.theirs = stated_by_weights(self.config, stored)
+        self.hf_config = initial_hf_config(self.config, stored)
         self.begun = gather_json(stored.get("begun", time.time()))[0]
         self.snapshots = Snapshots(snapshot_dir(run_dir), {"begun": self.begun})
         self.snapshot: int | None = None
@@ -79,7 +79,7 @@ class Run:
           OSError: if the disk is full or not writable.
         """
         try:
-            with runs.only_writer(self.run_dir) if self.is_writer else contextlib.nullcontext():
+            with runs.lock_run_dir(self.run_dir) if self.is_writer else contextlib.nullcontext():
                 self._run()
         finally:
             self.watch.show = lambda what, seconds: None
@@ -96,7 +96,7 @@ class Run:
             check_alike({name: str(value) for name, value in decides.items()} | {"step to resume from": self.first})
             if self.config.resume is not None:
                 runs.check_same(self.run_dir, decides)
-        self._greet()
+        self._print_facts()
         if self.first >= self.config.steps:
             self.say(f"step {self.first} of {self.config.steps} is done; raise --steps to continue")
         else:
@@ -126,9 +126,9 @@ class Run:
             first = self.snapshot = newest
         return first
 
-    def _greet(self) -> None:
+    def _print_facts(self) -> None:
         layout, source, config, parts = self.parts.model.layout, self.source, self.config, self.parts
-        sizes = f" with the sizes of {config.init_from}" if config.init_from and self.theirs else ""
+        sizes = f" with the sizes of {config.init_from}" if config.init_from and self.hf_config else ""
         count = num_parameters(layout.leaves)
         num_trained = num_parameters([leaf for leaf in layout.leaves if leaf.trainable])
         trained = "" if num_trained == count else f", {num_trained:,} trained"
@@ -136,7 +136,7 @@ class Run:
         crossed = {"cross_documents": config.cross_documents}
         facts = {
             "run": str(self.run_dir),
-            "data": source.describe(self.theirs),
+            "data": source.describe(self.hf_config),
             "model": f"{parts.job.name}{sizes}: {count:,} parameters{trained}",
             "sharding": f"{describe_mesh(layout)}, {parts.step.mesh.size} x {jax.devices()[0].device_kind}",
             "batch": f"{source.describe_batch(parts.global_batch)} per step{accumulated}",
@@ -161,8 +161,8 @@ class Run:
             given["share"] = self._share(config.accumulate)
             self.source.reference = find_reference(self.source, parts, begun, self.run_dir, **given)
         described = {"config": dataclasses.asdict(config), "decides": decides, "changes": self.changes}
-        theirs = describe_model(parts.job, parts.row_items, self.theirs)
-        described |= {"begun": self.begun} | ({} if theirs is None else {"pretrained": theirs})
+        hf_config = describe_model(parts.job, parts.row_items, self.hf_config)
+        described |= {"begun": self.begun} | ({} if hf_config is None else {"pretrained": hf_config})
         described = json.loads(json.dumps(described, default=str))
         if self.is_writer:
             runs.write_json(self.run_dir / "config.json", described)
@@ -203,7 +203,7 @@ class Run:
                 self._rewind()
             return self._first_state()
         if found is None:  # a checkpoint without the base is restored onto a state that has it
-            found = self._restore(self._first_state() if leaves_out_base(self.config) else self.like)
+            found = self._restore(self._first_state() if omits_base(self.config) else self.like)
         state, extras = found
         self.train_s = extras[0].get("train_s", 0.0)
         if self.config.restart_data:
@@ -212,7 +212,7 @@ class Run:
             iterator.set_state(*(extra["data"] for extra in extras))
         self._rewind()
         self.say(f"resumed after step {self.first}")
-        self._say_changes(decides)
+        self._report_changes(decides)
         return state
 
     def _first_state(self) -> TrainState:
@@ -245,13 +245,13 @@ class Run:
             self.say(f"note: {warning.message}")
         return state, extras
 
-    def _say_changes(self, decides: dict[str, Any]) -> None:
+    def _report_changes(self, decides: dict[str, Any]) -> None:
         """Print and record the settings that differ from those of the restored checkpoint."""
-        theirs = runs.read_config(self.run_dir / "checkpoints" / str(self.first)) or runs.read_config(self.run_dir)
-        self.changes = theirs.get("changes", [])
-        if memory := resume_rules.memory_since_0_2(theirs, dict(self.parts.model.layout.mesh_sizes)):
+        stored = runs.read_config(self.run_dir / "checkpoints" / str(self.first)) or runs.read_config(self.run_dir)
+        self.changes = stored.get("changes", [])
+        if memory := resume_rules.memory_since_0_2(stored, dict(self.parts.model.layout.mesh_sizes)):
             self.say(memory)
-        if changed := resume_rules.changed(theirs, decides, self.config):
+        if changed := resume_rules.changed(stored, decides, self.config):
             self.changes = [*self.changes, {"after_step": self.first, **changed}]
             self.say(f"note: {resume_rules.describe(changed)}: the run continues, but no longer bit for bit")
 
@@ -278,7 +278,7 @@ class Run:
             for option, kind in (("wandb", Wandb), ("mlflow", MLflow)):
                 if (name := getattr(self.config, option)) is not None:
                     begin = functools.partial(kind, name, settings)
-                    writers.append(Lenient(f"--{option} {name}", begin, self.say))
+                    writers.append(BackgroundTracker(f"--{option} {name}", begin, self.say))
             if parts.tracker is not None:
                 tracker = parts.tracker(settings)
                 if not all(callable(getattr(tracker, name, None)) for name in ("write", "close")):
@@ -359,9 +359,9 @@ class Run:
         }
         runs.write_json(self.run_dir / "summary.json", finite(summary))
         loop.goodput.write(in_order=True)
-        self._say_goodbye(summary)
+        self._print_summary(summary)
 
-    def _say_goodbye(self, summary: dict[str, Any]) -> None:
+    def _print_summary(self, summary: dict[str, Any]) -> None:
         say, loss = self.say, summary["eval_loss"]
         if not summary["is_done"]:
             say(f"stopped by {summary['stopped_by']} after step {summary['steps']}, which is saved; --resume continues")

@@ -37,10 +37,10 @@ def check_policies(config: TrainConfig) -> dict[str, Any]:
 
 def open_checkpoints(config: TrainConfig, run_dir: Path) -> Checkpointer:
     """Open the checkpoints of a run with its policies."""
-    return Checkpointer(run_dir / "checkpoints", **check_policies(config), frozen=not leaves_out_base(config))
+    return Checkpointer(run_dir / "checkpoints", **check_policies(config), frozen=not omits_base(config))
 
 
-def leaves_out_base(config: TrainConfig) -> bool:
+def omits_base(config: TrainConfig) -> bool:
     """Whether a run's checkpoints omit the base weights, because it trains adapters."""
     return bool(config.lora) or config.init_adapter is not None
 
@@ -89,7 +89,7 @@ def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
 
     openers = {"init_from": open_weights, "reference": open_weights, "init_adapter": open_peft}
     openers |= {"tokenizer": read_tokenizer, "chat_template": partial(find_template, config.tokenizer or "byte")}
-    read_before = ["reference"] if leaves_out_base(config) else ["reference", "init_from"]
+    read_before = ["reference"] if omits_base(config) else ["reference", "init_from"]
     for name in [name for name in openers if not stored or name not in read_before]:
         try:
             if (value := getattr(config, name)) not in (None, "byte"):
@@ -106,7 +106,7 @@ def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainSta
     return pretrained.load_pretrained(path, model, tx, job.pretrained, **how, adapter=config.init_adapter)
 
 
-def stated_by_weights(config: TrainConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
+def initial_hf_config(config: TrainConfig, stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the Hugging Face `config.json` of the run's initial weights; {} if there is none.
 
     Args:
@@ -116,16 +116,16 @@ def stated_by_weights(config: TrainConfig, stored: Mapping[str, Any]) -> dict[st
     return stored.get("pretrained") or (pretrained.stated_config(path) if path else {})
 
 
-def describe_model(job: Job, seq_len: int, theirs: Mapping[str, Any]) -> dict[str, Any] | None:
+def describe_model(job: Job, seq_len: int, hf_config: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the Hugging Face `config.json` of a run's model, for exports; None if no architecture matches.
 
     Args:
-      theirs: the result of `stated_by_weights`.
+      hf_config: the result of `initial_hf_config`.
     """
     if not (job.pretrained or {}).get("to_config"):
         return None
     try:
-        return pretrained.config_json(job.pretrained, job.config, seq_len, theirs)
+        return pretrained.config_json(job.pretrained, job.config, seq_len, hf_config)
     except ValueError:  # no architecture of Hugging Face computes this model
         return None
 

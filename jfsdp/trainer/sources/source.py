@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.sources.own import OwnSource
+from jfsdp.trainer.sources.custom import CustomSource
 from jfsdp.trainer.sources.tokens import PairSource, TokenSource
 
-Source = TokenSource | OwnSource
+Source = TokenSource | CustomSource
 
 
-def source_of(job: Job) -> type[TokenSource] | type[OwnSource]:
+def source_of(job: Job) -> type[TokenSource] | type[CustomSource]:
     """Return the class of a job's data source. Its `check` validates options and job without reading data."""
-    return OwnSource if callable(job.data) else {"tokens": TokenSource, "pairs": PairSource}[job.data]
+    return CustomSource if callable(job.data) else {"tokens": TokenSource, "pairs": PairSource}[job.data]
 
 
 def open_source(config: TrainConfig, job: Job, row_items: int) -> Source:

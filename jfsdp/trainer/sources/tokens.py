@@ -57,8 +57,8 @@ class TokenSource:
         batch = job.batch(1, seq_len)
         if job.vocab_size is None or not isinstance(batch, Mapping) or not {"tokens", "targets"} <= batch.keys():
             raise ValueError(
-                f"job {job.name!r} has data='tokens', but no vocab_size, or batches without tokens and targets; add "
-                "these, or use custom data with data=f(share)"
+                f"job {job.name!r} has data={job.data!r}, but no vocab_size, or batches without tokens and targets; "
+                "add these, or use custom data with data=f(share)"
             )
         return seq_len
 
@@ -67,11 +67,11 @@ class TokenSource:
         """Whether any documents are held out."""
         return bool(len(self.data.eval))
 
-    def describe(self, theirs: Mapping[str, Any]) -> str:
-        """Describe the data, and contradictions to `theirs`, the `config.json` of the initial weights, in one line."""
-        tokenizer, end = self.data.tokenizer, theirs.get("eos_token_id")
+    def describe(self, hf_config: Mapping[str, Any]) -> str:
+        """Describe the data, and contradictions to the `config.json` of the initial weights, in one line."""
+        tokenizer, end = self.data.tokenizer, hf_config.get("eos_token_id")
         line = f"{self.config.data!r}: {self.data.found}{self._padding()}"
-        length = theirs.get("max_position_embeddings")
+        length = hf_config.get("max_position_embeddings")
         if tokenizer:
             line += f"; tokenizer {self.config.tokenizer}"
         if length and self.seq_len > length:

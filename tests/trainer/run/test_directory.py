@@ -52,9 +52,9 @@ def test_a_place_that_cannot_be_written_or_is_in_use_is_refused(tmp_path):
     (tmp_path / "checkpoints").write_text("")
     refuses(lambda: runs.check_writable(tmp_path), "--run-dir")
     refuses(lambda: runs.check_writable(tmp_path / "file" / "run"), "file/run")
-    refuses(lambda: runs.only_writer(tmp_path / "file" / "run").__enter__(), "file/run")
-    with runs.only_writer(tmp_path):
-        refuses(lambda: runs.only_writer(tmp_path).__enter__(), f"process {os.getpid()}")
+    refuses(lambda: runs.lock_run_dir(tmp_path / "file" / "run").__enter__(), "file/run")
+    with runs.lock_run_dir(tmp_path):
+        refuses(lambda: runs.lock_run_dir(tmp_path).__enter__(), f"process {os.getpid()}")
 
 
 def test_the_newest_run_of_a_name_is_the_last_one_that_saved_something(tmp_path):

@@ -55,7 +55,7 @@ BUILT = {"model_config", "seq_len", "global_batch", "batch_per_device", "warmup"
 
 def _decides(**changes):
     config = changed(CONFIG, **changes)
-    return build(config, {}).decides if changes.keys() & BUILT else resume_rules.what_decides(config)
+    return build(config, {}).decides if changes.keys() & BUILT else resume_rules.loss_settings(config)
 
 
 def _stored(**changes):
@@ -78,7 +78,7 @@ def test_another_value_of_what_decides_is_refused(name, whole):
 
 @pytest.mark.parametrize("name", CHANGE)
 def test_another_value_of_what_may_change_is_said(name, whole):
-    assert name in resume_rules.options_of("said, kept", "said")
+    assert name in resume_rules.options_of("noted, kept", "noted")
     now = changed(CONFIG, **{name: CHANGE[name]})
     ours = _decides(**{name: CHANGE[name]})
     before = {"config": dataclasses.asdict(CONFIG), "decides": {key: whole[key] for key in ours}}
@@ -90,8 +90,8 @@ def test_another_value_of_what_may_change_is_said(name, whole):
 def test_another_value_of_what_rounds_is_said_and_decides_nothing(name):
     assert name in resume_rules.options_of("rounding")
     now = changed(CONFIG, **{name: ROUND[name]})
-    assert resume_rules.what_decides(now) == resume_rules.what_decides(CONFIG)
-    assert list(resume_rules.changed(_stored(), resume_rules.what_decides(now), now)) == [name]
+    assert resume_rules.loss_settings(now) == resume_rules.loss_settings(CONFIG)
+    assert list(resume_rules.changed(_stored(), resume_rules.loss_settings(now), now)) == [name]
 
 
 def test_the_rest_of_the_rules_is_of_the_same_options():
@@ -100,7 +100,7 @@ def test_the_rest_of_the_rules_is_of_the_same_options():
     rest -= {"data", "tokenizer", "text_field", "chat_template", "answers"}
     rest -= {"eod_token", "eval_fraction", "cross_documents", "model", "factory"}
     assert rest == {"preference", "beta", "reference"}
-    assert CHANGE.keys() == set(resume_rules.options_of("said, kept", "said"))
+    assert CHANGE.keys() == set(resume_rules.options_of("noted, kept", "noted"))
 
 
 def test_what_a_command_leaves_out_is_as_the_run_had_it():
@@ -114,7 +114,7 @@ def test_what_a_command_leaves_out_is_as_the_run_had_it():
 def test_one_meaning_has_one_spelling():
     spelled = changed(CONFIG, frozen=("b,a",), mesh="fsdp=2", quantized=("a=int8",))
     other = changed(CONFIG, frozen=("a", "b", "a"), mesh={"fsdp": 2}, quantized={"a": "int8"})
-    assert resume_rules.what_decides(spelled) == resume_rules.what_decides(other)
+    assert resume_rules.loss_settings(spelled) == resume_rules.loss_settings(other)
 
 
 def test_a_removed_option_is_refused_at_another_value_than_its_default(whole):

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jfsdp.trainer.run.trackers import Lenient, MLflow, Wandb, run_id
+from jfsdp.trainer.run.trackers import BackgroundTracker, MLflow, Wandb, run_id
 
 RECORDS = [
     {"step": 1, "loss": 2.0, "mfu": None, "grad_norm": math.nan, "num_skipped": 0},
@@ -69,7 +69,7 @@ class Broken:
 def test_a_tracker_that_fails_is_said_once_and_written_to_no_more():
     told: list[str] = []
     inner = Broken(2)
-    tracker = Lenient("--wandb x", lambda: inner, told.append)
+    tracker = BackgroundTracker("--wandb x", lambda: inner, told.append)
     for step in (1, 2, 3):
         tracker.write({"step": step})
     tracker.close()
@@ -81,7 +81,7 @@ def test_a_tracker_that_fails_is_said_once_and_written_to_no_more():
 def test_a_tracker_that_hangs_holds_up_nothing():
     told: list[str] = []
     hanging = threading.Event()
-    tracker = Lenient("--wandb x", hanging.wait, told.append, patience_s=0.05)
+    tracker = BackgroundTracker("--wandb x", hanging.wait, told.append, patience_s=0.05)
     tracker.write({"step": 1})
     tracker.close()
     hanging.set()
@@ -90,7 +90,7 @@ def test_a_tracker_that_hangs_holds_up_nothing():
 
 def test_a_tracker_that_does_not_begin_is_said_too():
     told: list[str] = []
-    tracker = Lenient("--mlflow x", lambda: json.loads("{"), told.append)
+    tracker = BackgroundTracker("--mlflow x", lambda: json.loads("{"), told.append)
     tracker.write({"step": 1})
     tracker.close()
     assert len(told) == 1

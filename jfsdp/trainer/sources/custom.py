@@ -36,7 +36,7 @@ class Share:
     process_count: int
 
 
-class OwnSource:
+class CustomSource:
     """Custom data of a job, from its `data` and `eval_data`. Has the methods of `TokenSource` that a run calls."""
 
     num_rows = 1
@@ -62,7 +62,7 @@ class OwnSource:
     def has_eval(self) -> bool:
         return self.job.eval_data is not None
 
-    def describe(self, theirs: Mapping[str, Any]) -> str:
+    def describe(self, hf_config: Mapping[str, Any]) -> str:
         return f"custom data of job {self.job.name!r}" + "; none held out" * (not self.has_eval)
 
     def describe_batch(self, rows: int) -> str:
@@ -86,7 +86,7 @@ class OwnSource:
         if isinstance(found, load("grain").MapDataset):
             batches = self._divide(found, share, repeats=field == "data")
             return DataIterator(prefetch(batches, 2), stream | {"rows": len(found)})
-        local = _OfProcess(iter(found), f"job {self.job.name!r}: {field}", share.process_index, ends=field != "data")
+        local = _LocalBatches(iter(found), f"job {self.job.name!r}: {field}", share.process_index, ends=field != "data")
         merge = lambda positions: dict(pair for one in positions for pair in one.items())  # noqa: E731
         return DataIterator(local, stream | {"process_count": share.process_count}, merge)
 
@@ -126,7 +126,7 @@ class OwnSource:
         return row
 
 
-class _OfProcess(Iterator[Batch]):
+class _LocalBatches(Iterator[Batch]):
     """A process's iterator, whose state is stored under the number of its share."""
 
     def __init__(self, batches: Any, name: str, index: int, *, ends: bool):
