@@ -19,7 +19,7 @@ from jfsdp.checkpoint.disk.logical_arrays import Logical
 from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
-from jfsdp.checkpoint.layers import OtherLayers, list_names, stack_names
+from jfsdp.checkpoint.layers import ConvertedLayers, list_names, stack_names
 from jfsdp.layout.select import select_leaves
 
 MEMORY_BYTES = STREAM_BYTES + 2 * 5 * 8 * sources.PIECE_BYTES
@@ -53,7 +53,7 @@ def convert(
     unstack: str | None = None,
     only: str | Sequence[str] | None = None,
     skip: str | Sequence[str] | None = None,
-    progress: sources.Progress = sources.no_progress,
+    progress: sources.Progress = sources.ignore_progress,
 ) -> tuple[str, ...]:
     """Write a converted copy of a checkpoint, in one process. Files read are checked against their digests.
 
@@ -98,7 +98,7 @@ def convert(
 
 def _under(source: sources.Source, names: Sequence[str]) -> sources.Source:
     """Return a source under names, with its lists converted to stacks and its stacks to lists where needed."""
-    return sources.subset(OtherLayers(source, names), names)
+    return sources.subset(ConvertedLayers(source, names), names)
 
 
 def write_source(
@@ -127,7 +127,7 @@ def write_source(
     """
     from jfsdp.checkpoint.disk.pieces import Pieces
     from jfsdp.checkpoint.disk.writer import Writer
-    from jfsdp.checkpoint.store import claimed, make_room, unfinished
+    from jfsdp.checkpoint.store import locked_path, make_unfinished, unfinished
 
     target, counted, impls = local_path(target), Counted(source), key_impls or {}
     needed = sources.total_bytes(source.arrays.values())
@@ -146,10 +146,10 @@ def write_source(
     def check() -> None:
         refuse_nonfinite(target, counted.lines(), allow=allow_nonfinite)
 
-    with claimed(target), contextlib.ExitStack() as stack:
+    with locked_path(target), contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, unfinished(target), ignore_errors=True)
         writer = stack.enter_context(contextlib.closing(Writer()))
-        make_room(target, needed)
+        make_unfinished(target, needed)
         with readable_errors(target, needed):
             writer.start(unfinished(target), target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
             writer.wait()

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jfsdp.checkpoint.layers import OtherLayers
+from jfsdp.checkpoint.layers import ConvertedLayers
 from jfsdp.checkpoint.source import Source, pieces_of
 
 
@@ -52,7 +52,7 @@ def diff(first: Source, second: Source) -> Differences:
 
     Memory:  pieces of 16 MiB, in addition to the memory of the sources.
     """
-    other = OtherLayers(second, first.arrays)
+    other = ConvertedLayers(second, first.arrays)
     shared = [name for name in first.arrays if name in other.arrays]
     kinds, values, num_equal = [], [], 0
     for name in shared:

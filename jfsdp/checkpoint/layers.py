@@ -22,7 +22,7 @@ import numpy as np
 from jfsdp.checkpoint.source import Index, Source
 
 
-class OtherLayers:
+class ConvertedLayers:
     """A source under the wanted names, with stacks converted to lists and lists to stacks where needed.
 
     Args:

@@ -1,11 +1,11 @@
 """Snapshots of a state in host memory: a restart on the same hosts reads no file system.
 
-[Note: what a snapshot is] Each process writes one file into a directory in memory (`/dev/shm`). Together the files of a
-host contain each block on the host's devices once, in logical arrays as in checkpoints, with a digest per block. So a
-host has exactly the blocks that its processes need. A run continues from a snapshot if it has the same number of
-processes, and each finds the blocks of its devices on its host. After the loss of a host, on another mesh or under
-another strategy, it continues from the last checkpoint instead. The previous snapshot is removed when all processes
-have written the next one.
+[Note: snapshots] Each process writes one file into a directory in memory (`/dev/shm`). Together the files of a host
+contain each block on the host's devices once, in logical arrays as in checkpoints, with a digest per block. So a host
+has exactly the blocks that its processes need. A run continues from a snapshot if it has the same number of processes,
+and each finds the blocks of its devices on its host. After the loss of a host, on another mesh or under another
+strategy, it continues from the last checkpoint instead. The previous snapshot is removed when all processes have
+written the next one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jfsdp.checkpoint.disk.pieces import Pieces, copy_pieces
 from jfsdp.checkpoint.disk.processes import in_all, together
 from jfsdp.checkpoint.source import Index
 from jfsdp.checkpoint.store import fill
-from jfsdp.checkpoint.to_devices import own_blocks
+from jfsdp.checkpoint.to_devices import local_blocks
 from jfsdp.compat import warn
 from jfsdp.launch.environment import SNAPSHOTS, memory_dir
 from jfsdp.launch.hosts import gather_json, hosts, wait_for_all
@@ -51,7 +51,7 @@ def snapshot_dir(run_dir: PathLike) -> Path:
 
 @checked
 class Snapshots:
-    """The newest state of a run in the memory of its hosts; see [Note: what a snapshot is]. All processes create one.
+    """The newest state of a run in the memory of its hosts; see [Note: snapshots]. All processes create one.
 
     Args:
       directory: a directory in memory, used by this run only and shared by the processes of a host, such as
@@ -126,7 +126,7 @@ class Snapshots:
         Every process must call this. Warns if there are snapshots but none is usable.
         """
         arrays = {name: array.to_dict() for name, array in logical_arrays(like).items()}
-        blocks = [block for stored in contents(like) for block in own_blocks(stored)]
+        blocks = [block for stored in contents(like) for block in local_blocks(stored)]
         parts = [(block.array.name, block.inside) for block in blocks if block.has_values]
 
         def find_usable() -> list[tuple[int, str]]:

@@ -25,7 +25,7 @@ Progress = Callable[[str, int], None]  # called with the name of an array or fil
 _T = TypeVar("_T")
 
 
-def no_progress(name: str, num_bytes: int) -> None:
+def ignore_progress(name: str, num_bytes: int) -> None:
     """Ignore progress."""
 
 

@@ -21,7 +21,7 @@ from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.processes import in_all, only_first, together
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.frozen import check_base, frozen_digests, without_frozen
-from jfsdp.checkpoint.layers import OtherLayers
+from jfsdp.checkpoint.layers import ConvertedLayers
 from jfsdp.checkpoint.source import Source, subset, total_bytes
 from jfsdp.checkpoint.to_devices import place
 from jfsdp.layout.lora import A, Adapter
@@ -52,7 +52,7 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
 
     path = local_path(path)
     with contextlib.ExitStack() as stack:
-        only_first(lambda: stack.enter_context(claimed(path)))
+        only_first(lambda: stack.enter_context(locked_path(path)))
         writer = stack.enter_context(contextlib.closing(Writer()))
         start_save(writer, path, state, extra, config, None, frozen=frozen)
         with readable_errors(path, bytes_of(state)):
@@ -60,7 +60,7 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
 
 
 @contextlib.contextmanager
-def claimed(path: Path) -> Iterator[None]:
+def locked_path(path: Path) -> Iterator[None]:
     """Lock a new checkpoint path, so that only one process writes to it."""
     check_path(path)
     check_free(path)
@@ -86,7 +86,7 @@ def unfinished(path: Path) -> Path:
     return path.with_name(path.name + UNFINISHED)
 
 
-def make_room(path: Path, needed: int) -> None:
+def make_unfinished(path: Path, needed: int) -> None:
     """Create the directory of an unfinished checkpoint of `needed` bytes. Removes an earlier unfinished one.
 
     The caller has locked the path.
@@ -126,7 +126,7 @@ def start_save(
     documents = {MANIFEST: manifest, LAYOUT: layout_to_dict(state.layout), CONFIG: config}
     documents[EXTRA] = [extra for extra, _ in given]
     needed, partial = total_bytes(arrays.values()), unfinished(path)
-    only_first(lambda: make_room(path, needed))
+    only_first(lambda: make_unfinished(path, needed))
     in_all(lambda: check_open_files(path))
     pieces = in_all(lambda: copy_pieces(state))  # reports a process without memory for its copy; orbax would wait long
     with readable_errors(path, needed):
@@ -210,7 +210,7 @@ def restore(
     return fill(like, view, wanted, one_replica=one_replica)
 
 
-def _open(path: Any, like: TrainState, only: Any, skip: Any) -> tuple[CheckpointSource, OtherLayers, list[str]]:
+def _open(path: Any, like: TrainState, only: Any, skip: Any) -> tuple[CheckpointSource, ConvertedLayers, list[str]]:
     """Open a checkpoint. Return its source, the source under the names of `like`, and the names to read.
 
     Raises:
@@ -221,7 +221,7 @@ def _open(path: Any, like: TrainState, only: Any, skip: Any) -> tuple[Checkpoint
     wanted = [name for name in choose(requested, only, skip) if name not in base]
     if not wanted:
         raise ValueError(f"checkpoint {path}: has no frozen leaves, and only= and skip= select no others; widen them")
-    view = OtherLayers(source, {name: requested[name] for name in wanted})
+    view = ConvertedLayers(source, {name: requested[name] for name in wanted})
     whole, impls = only is None and skip is None, source.key_impls
     saved = {name: _show(array, impls.get(name)) for name, array in view.arrays.items() if whole or name in wanted}
     ours = {name: _show(requested[name], requested[name].key_impl) for name in wanted}

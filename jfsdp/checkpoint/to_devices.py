@@ -32,7 +32,7 @@ def place(arrays: list[Stored], source: Source, *, one_replica: bool = False) ->
     Args:
       one_replica: only the first device with a block reads it, and sends it to the others.
     """
-    blocks = [block for stored in arrays for block in own_blocks(stored, one_replica)]
+    blocks = [block for stored in arrays for block in local_blocks(stored, one_replica)]
     placed: dict[int, list[jax.Array]] = {id(stored): [] for stored in arrays}
 
     def read() -> None:
@@ -52,7 +52,7 @@ def peak_bytes(arrays: list[Stored]) -> int:
 
     It consists of the blocks in flight and the slices that are copied into them.
     """
-    sizes = [block.num_bytes for stored in arrays for block in own_blocks(stored)]
+    sizes = [block.num_bytes for stored in arrays for block in local_blocks(stored)]
     return 2 * min(max([IN_FLIGHT_BYTES, *sizes]), sum(sizes))
 
 
@@ -97,7 +97,7 @@ class _Block:
         return jax.block_until_ready([jax.device_put(block, sharding) for sharding in shardings])
 
 
-def own_blocks(stored: Stored, one_replica: bool = False) -> list[_Block]:
+def local_blocks(stored: Stored, one_replica: bool = False) -> list[_Block]:
     """List the blocks of a stored array on this process's devices, each with these devices."""
     sharding, shape = stored.value.sharding, tuple(stored.value.shape)
     devices_of: dict[tuple[Any, bool], list[Any]] = {}

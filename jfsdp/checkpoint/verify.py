@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jfsdp.checkpoint.disk.digest import find_damage, find_unnamed, list_files, read_digests
+from jfsdp.checkpoint.disk.digest import find_damage, find_undigested, list_files, read_digests
 from jfsdp.checkpoint.disk.files import SUMS, DamagedError, part_of
 from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.finite import Counted
-from jfsdp.checkpoint.source import PIECE_BYTES, Progress, grid, no_progress
+from jfsdp.checkpoint.source import PIECE_BYTES, Progress, grid, ignore_progress
 
 MEMORY_BYTES = 16 * PIECE_BYTES
 """Maximum host memory of verification, in addition to the program: a few chunks, and as much again in fragments."""
@@ -39,7 +39,7 @@ class Verified:
         return not self.problems
 
 
-def verify(path: Any, *, progress: Progress = no_progress) -> Verified:
+def verify(path: Any, *, progress: Progress = ignore_progress) -> Verified:
     """Check every file against its digest, then read every chunk of every array and count non-finite values.
 
     Memory:  `MEMORY_BYTES`.
@@ -61,7 +61,7 @@ def verify(path: Any, *, progress: Progress = no_progress) -> Verified:
             raise
         return Verified((str(error),), True, (), 0, 0, 0)
     parts = {part_of(name) for name in source.arrays}
-    problems = find_unnamed(sorted(parts), digests) + find_damage(path, digests, digests, progress)
+    problems = find_undigested(sorted(parts), digests) + find_damage(path, digests, digests, progress)
     files = list_files(path)
     remarks = [f"{name} is not part of the checkpoint" for name in files if name not in digests]
     counted = Counted(source)

@@ -186,12 +186,12 @@ def _list(steps: list[int]) -> str:
 
 def _open(path: str) -> Any:
     """Open a checkpoint of ours, an adapter of PEFT's, or weights of Hugging Face as a source."""
-    from jfsdp.checkpoint.foreign.pretrained import is_ours
+    from jfsdp.checkpoint.foreign.pretrained import is_checkpoint
 
     place = Path(path).expanduser()
     if (place / CONFIG).is_file():
         return open_peft(place).source
-    if not is_ours(path) and any(place.glob("*.safetensors")):
+    if not is_checkpoint(path) and any(place.glob("*.safetensors")):
         return SafetensorsSource(place)
     return CheckpointSource(find_checkpoint(path), cache_bytes=STREAM_BYTES)
 

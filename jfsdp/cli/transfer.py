@@ -210,10 +210,10 @@ class Import(_ModelOptions):
 
     def run(self) -> int:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, choose_dtypes, write_source
-        from jfsdp.checkpoint.foreign.pretrained import fit_job, is_ours, pretrained_source
+        from jfsdp.checkpoint.foreign.pretrained import fit_job, is_checkpoint, pretrained_source
 
         path = Path(self.path).expanduser()
-        if is_ours(path):
+        if is_checkpoint(path):
             raise ValueError(f"{path}: is a checkpoint of jfsdp already; `jfsdp checkpoint convert` rewrites it")
         job = fit_job(_find_job(self, {}), path, dict(self.model_config))
         source: Any = pretrained_source(path, job.pretrained, _leaves(job), config=job.config, key=self.key)

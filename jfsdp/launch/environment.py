@@ -1,6 +1,6 @@
 """This process's place in a run, from environment variables. Does not import JAX.
 
-[Note: who says it] Sources of the place, the closest to the process first:
+[Note: launch variables] Sources of the place, the closest to the process first:
 
     JAX         JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES, JAX_PROCESS_ID
                 JAX_COORDINATOR_ADDRESS without the other two replaces the address of any source below
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 LATEST_PORT = 65_535
-OF_JAX = COORDINATOR, *_NUMBERS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+JAX_VARIABLES = COORDINATOR, *_NUMBERS = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
 # Variables that `jfsdp launch` sets in addition to torchrun's.
 ABSENT, MIN_NPROC, JOIN_TIMEOUT = "JFSDP_ABSENT", "JFSDP_MIN_NPROC", "JFSDP_JOIN_TIMEOUT"
 LAUNCHED, DEVICES = "JFSDP_LAUNCHED", "JFSDP_DEVICES"  # time of the launch; simulated devices per process
@@ -82,7 +82,7 @@ class Place:
 
 
 def find_place(environment: Mapping[str, str]) -> Place | None:
-    """Return this process's place in a run; None: it is the only process. See [Note: who says it].
+    """Return this process's place in a run; None: it is the only process. See [Note: launch variables].
 
     Raises:
       ValueError: if a variable is missing next to others, is not a number, or contradicts another; names it.
@@ -263,7 +263,7 @@ def first_host(nodes: str) -> str:
     return re.sub(ranges, r"\1", first[1])
 
 
-def own_gpus(place: Place, num_visible: int) -> list[int] | None:
+def assigned_gpus(place: Place, num_visible: int) -> list[int] | None:
     """Return the GPUs that this process uses, among those it sees; None: all of them.
 
     Args:

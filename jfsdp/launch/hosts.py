@@ -28,7 +28,7 @@ def hosts(devices: Sequence[Any]) -> tuple[int, ...]:
     - Devices of one process share a host.
     - Each process of a deviceless topology has its own host. In a run of one process, devices of several processes
       belong to a deviceless topology.
-    - Otherwise the processes exchange their host names once; see `own_host`.
+    - Otherwise the processes exchange their `host_id` once.
 
     Cost: for devices of several processes, the first call exchanges a short text between all processes of the run, and
       waits until each of them calls it (`make_mesh` does). The result is cached.
@@ -43,7 +43,7 @@ def hosts(devices: Sequence[Any]) -> tuple[int, ...]:
     return tuple(processes)
 
 
-def own_host() -> str:
+def host_id() -> str:
     """Return an identifier of this process's host; empty if there is none.
 
     It is the kernel's boot id, which containers on one machine share, as they share its links. Without a boot id it is
@@ -58,7 +58,7 @@ def own_host() -> str:
 @functools.cache
 def _first_processes() -> tuple[int, ...]:
     """Return, for each process of the run, the first process on its host."""
-    names = gather_json(own_host())
+    names = gather_json(host_id())
     if "" in names:
         raise ValueError(f"process {names.index('')} cannot identify its host; give each host another name")
     return tuple(names.index(name) for name in names)

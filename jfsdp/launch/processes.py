@@ -12,7 +12,7 @@ from typing import Any
 
 from jfsdp.arguments import checked
 from jfsdp.extras import installed_version
-from jfsdp.launch.environment import Place, find_place, given_address, join_timeout, own_gpus
+from jfsdp.launch.environment import Place, assigned_gpus, find_place, given_address, join_timeout
 from jfsdp.launch.roll_call import call_roll
 
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy", "jfsdp")
@@ -28,9 +28,9 @@ _PER_PROCESS = re.compile(
 def initialize(*, compare: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Place | None:
     """Join the other processes of the run, if any. Call it before anything else of JAX.
 
-    It reads the environment variables of Slurm, Open MPI, Kubernetes, torchrun, `jfsdp launch` and JAX; see [Note: who
-    says it] in environment.py. Process 0 prints the result. Processes of one host share its GPUs evenly, unless
-    `JAX_LOCAL_DEVICE_IDS` assigns them.
+    It reads the environment variables of Slurm, Open MPI, Kubernetes, torchrun, `jfsdp launch` and JAX; see
+    [Note: launch variables] in environment.py. Process 0 prints the result. Processes of one host share its GPUs
+    evenly, unless `JAX_LOCAL_DEVICE_IDS` assigns them.
 
     All processes first connect to process 0, which compares their package versions, `XLA_FLAGS`, `JAX_*` and `NCCL_*`;
     see [Note: why before JAX] in roll_call.py.
@@ -54,7 +54,7 @@ def initialize(*, compare: Mapping[str, Any] | None = None, timeout_s: float | N
     if place is None:
         return None
     is_assigned = "JAX_LOCAL_DEVICE_IDS" in os.environ or os.environ.get("JAX_PLATFORMS") == "cpu"
-    gpus = None if is_assigned else own_gpus(place, num_gpus())
+    gpus = None if is_assigned else assigned_gpus(place, num_gpus())
     if timeout_s is None:
         timeout_s = join_timeout(os.environ)
     if place.address is not None:

@@ -18,11 +18,11 @@ from typing import Annotated, Any
 from jfsdp.arguments import checked
 from jfsdp.launch.environment import DEVICES
 
-MOST_SIMULATED = 1024  # each takes threads and memory of the host
+MAX_SIMULATED = 1024  # each takes threads and memory of the host
 
 
 @checked
-def configure_xla(*, simulate_devices: Annotated[int, 0, MOST_SIMULATED] = 0) -> None:
+def configure_xla(*, simulate_devices: Annotated[int, 0, MAX_SIMULATED] = 0) -> None:
     """Write platform and XLA flags into the environment. XLA reads them once, and silently ignores later changes.
 
     Args:
@@ -30,7 +30,7 @@ def configure_xla(*, simulate_devices: Annotated[int, 0, MOST_SIMULATED] = 0) ->
         sets the default.
 
     Raises:
-      ValueError: if the count is below 0 or above `MOST_SIMULATED`, or differs from the launcher's.
+      ValueError: if the count is below 0 or above `MAX_SIMULATED`, or differs from the launcher's.
       RuntimeError: if JAX is already imported.
     """
     if "jax" in sys.modules:

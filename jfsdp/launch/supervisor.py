@@ -29,8 +29,17 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jfsdp.launch.environment import ABSENT, JOIN_TIMEOUT, LAUNCHED, MIN_NPROC, OF_JAX, RESTART, SNAPSHOTS, memory_dir
-from jfsdp.launch.watch import DAMAGED, ENDED_BY_OTHERS, STUCK, USAGE, heard, say
+from jfsdp.launch.environment import (
+    ABSENT,
+    JAX_VARIABLES,
+    JOIN_TIMEOUT,
+    LAUNCHED,
+    MIN_NPROC,
+    RESTART,
+    SNAPSHOTS,
+    memory_dir,
+)
+from jfsdp.launch.watch import DAMAGED, ENDED_BY_OTHERS, STUCK, USAGE, not_ignored, say
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 _POLL_S = 0.1
@@ -91,7 +100,7 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         # JAX's variables describe the launcher, not its processes.
-        self.environment = {name: text for name, text in self.environment.items() if name not in OF_JAX}
+        self.environment = {name: text for name, text in self.environment.items() if name not in JAX_VARIABLES}
         self.environment |= {JOIN_TIMEOUT: str(self.join_timeout_s), LAUNCHED: time.strftime("%Y%m%d-%H%M%S")}
         if self.nproc * self.hosts.num_siblings > 1:  # processes that share a host launch NCCL kernels in one order
             self.environment.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
@@ -230,7 +239,7 @@ class Supervisor:
             self.stopped_by = number
             self._send(number)
 
-        before = {number: signal.signal(number, forward) for number in heard(FORWARDED)}
+        before = {number: signal.signal(number, forward) for number in not_ignored(FORWARDED)}
         before[signal.SIGPIPE] = signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # the run continues without a reader
         try:
             yield

@@ -28,7 +28,7 @@ from jfsdp.launch.environment import RESTART, Place
 USAGE, DAMAGED, STUCK, ENDED_BY_OTHERS = 2, 4, 75, 76  # exit statuses; USAGE is not restarted
 PATIENT = 3  # multiple of the limit for operations that happen once: the first step, restoring, saving
 _PERIOD_S = 1.0
-_OWN_WORD_S = 2.0  # time for a process with the same error to report it itself
+_REPORT_S = 2.0  # time for a process with the same error to report it itself
 ANSWER_S = 60.0  # time for a file system to report the bytes written
 _LINGER_S = 5.0  # process 0 stays after its failure: the store, which the others read, ends with it
 _KEY = "jfsdp/failed"
@@ -109,7 +109,7 @@ class Watch:
             with contextlib.suppress(Exception):  # no process has failed
                 failure = _Failure(*json.loads(self.store.key_value_try_get(_KEY)))
             if failure:
-                if self._done.wait(_OWN_WORD_S + _LINGER_S * failure.text.startswith(self._name)):
+                if self._done.wait(_REPORT_S + _LINGER_S * failure.text.startswith(self._name)):
                     return  # this process has finished in the meantime
                 say(f"error: another process failed, so this one ends: {failure.text}")
                 end_process(self.process, failure.status_of_others)
@@ -203,7 +203,7 @@ def _name(process: int, count: int) -> str:
     return f"process {process} of {count}:"
 
 
-def heard(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+def not_ignored(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
     """Return the signals that a process may handle: not an ignored SIGHUP, as under nohup."""
     return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 

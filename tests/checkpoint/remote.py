@@ -124,7 +124,7 @@ def failure(where):
         return contextlib.nullcontext()
     targets = {
         "write": (writer.ts, "open"),
-        "hash": (writer, "hash_own"),
+        "hash": (writer, "hash_local_files"),
         "merge": (ocp.PyTreeCheckpointHandler, "finalize"),
         "commit": (commit, "write_digests"),
     }
@@ -191,7 +191,7 @@ def _snapshots(directory, num_hosts):
     from jfsdp.launch import hosts
 
     hosts._first_processes.cache_clear()
-    hosts.own_host = lambda: f"host {jax.process_index() % num_hosts}"
+    hosts.host_id = lambda: f"host {jax.process_index() % num_hosts}"
     return Snapshots(f"{directory}/{jax.process_index() % num_hosts}", "run")
 
 

@@ -41,7 +41,7 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 PLACES: dict[str, Any] = {
     "an array": (writer.ts, "open", FULL),
     "an array, as TensorStore says it": (writer.ts, "open", ValueError("RESOURCE_EXHAUSTED: Failed to write")),
-    "the digests of a process": (writer, "hash_own", FULL),
+    "the digests of a process": (writer, "hash_local_files", FULL),
     "a document": (commit, "write_json", FULL),
     "the digests": (commit, "write_digests", FULL),
     "the last sync": (commit, "sync", FULL),
@@ -237,7 +237,7 @@ def test_a_run_removes_what_a_full_disk_left_before_it_writes_anything(small_dis
 
 def test_a_save_that_failed_is_removed_though_nobody_waits_for_the_others(run, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(writer, "hash_own", mock.Mock(side_effect=FULL))
+        patch.setattr(writer, "hash_local_files", mock.Mock(side_effect=FULL))
         run.save(2, state_of(2))
         with pytest.raises(OSError, match="No space left"):
             run.close(alone=True)
@@ -250,7 +250,7 @@ def test_an_error_while_cleaning_up_does_not_replace_the_first(run, monkeypatch)
     run.wait()
     monkeypatch.setattr(Path, "unlink", fail)
     with pytest.raises(ValueError, match="the first"), run:  # noqa: PT012
-        monkeypatch.setattr(writer, "hash_own", mock.Mock(side_effect=FULL))
+        monkeypatch.setattr(writer, "hash_local_files", mock.Mock(side_effect=FULL))
         run.save(3, state_of(3))
         raise ValueError("the first")
     run.close()

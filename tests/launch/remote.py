@@ -75,7 +75,7 @@ def train(model, batch) -> list[float]:
 def on_host(name):
     """Let this process say that it is on this host; None: what is true."""
     hosts._first_processes.cache_clear()
-    with mock.patch.object(hosts, "own_host", return_value=name) if name is not None else contextlib.nullcontext():
+    with mock.patch.object(hosts, "host_id", return_value=name) if name is not None else contextlib.nullcontext():
         yield
     hosts._first_processes.cache_clear()
 

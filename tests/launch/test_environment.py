@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from jfsdp.launch.environment import Place, expand_counts, find_place, first_host, join_timeout, own_gpus
+from jfsdp.launch.environment import Place, assigned_gpus, expand_counts, find_place, first_host, join_timeout
 from tests.refusals import refuses
 
 SRUN = {"SLURM_JOB_ID": "4242", "SLURM_PROCID": "9", "SLURM_LOCALID": "1", "SLURM_NODEID": "1", "SLURM_NTASKS": "32"}
@@ -100,6 +100,6 @@ def test_lists_of_slurm_are_read_and_others_are_refused():
 def test_processes_of_a_host_share_its_gpus():
     cases = {(8, 3, 8): [3], (2, 1, 8): [4, 5, 6, 7], (1, 0, 8): None, (8, 3, 1): None, (8, 3, 0): None}
     for (num_local, local_id, visible), expected in cases.items():
-        assert own_gpus(Place("", None, 64, 3, num_local, local_id), visible) == expected
-    assert own_gpus(Place("", None, 64, 3, 0, None), 8) is None
-    refuses(lambda: own_gpus(Place("torchrun", None, 3, 0, 3, 0), 8), "3 processes", "8 GPUs")
+        assert assigned_gpus(Place("", None, 64, 3, num_local, local_id), visible) == expected
+    assert assigned_gpus(Place("", None, 64, 3, 0, None), 8) is None
+    refuses(lambda: assigned_gpus(Place("torchrun", None, 3, 0, 3, 0), 8), "3 processes", "8 GPUs")

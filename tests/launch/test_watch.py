@@ -42,7 +42,7 @@ def ended(monkeypatch):
     """With which statuses this process would have ended, in the order of the calls."""
     statuses = []
     monkeypatch.setattr(watch, "end_process", lambda _, status: statuses.append(status))
-    for name in ("_PERIOD_S", "_OWN_WORD_S", "_LINGER_S"):
+    for name in ("_PERIOD_S", "_REPORT_S", "_LINGER_S"):
         monkeypatch.setattr(watch, name, 0.05)
     return statuses
 

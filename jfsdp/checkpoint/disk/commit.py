@@ -19,7 +19,7 @@ class IncompleteError(Exception):
     """Another process did not write its part; that process raises the cause."""
 
 
-def hash_own(arrays: Path) -> None:
+def hash_local_files(arrays: Path) -> None:
     """Hash the files that this process wrote, and save the digests for `commit`."""
     mine = f"ocdbt.process_{jax.process_index()}/"
     names = [name for name in list_files(arrays) if name.partition("/")[2].startswith(mine)]

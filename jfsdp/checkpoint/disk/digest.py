@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from jfsdp.checkpoint.disk.files import ARRAYS, SUMS, damaged, inside, write_text
-from jfsdp.checkpoint.source import Progress, no_progress
+from jfsdp.checkpoint.source import Progress, ignore_progress
 
 Digests = dict[str, str]
 _THREADS = min(8, os.cpu_count() or 1)
@@ -25,7 +25,7 @@ def list_files(path: Path) -> list[str]:
     return sorted(name for file in found if (name := file.relative_to(path).as_posix()) != SUMS)
 
 
-def hash_files(path: Path, names: Iterable[str], on_done: Progress = no_progress) -> Digests:
+def hash_files(path: Path, names: Iterable[str], on_done: Progress = ignore_progress) -> Digests:
     """Hash files in parallel. A file that cannot be read gets an empty digest.
 
     Args:
@@ -76,21 +76,21 @@ def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def is_of(name: str, parts: Iterable[str]) -> bool:
+def is_needed(name: str, parts: Iterable[str]) -> bool:
     """Return whether reading these parts of the state needs a file. Files that belong to no part are always needed."""
     folder, _, below = name.partition("/")
     part, _, file = below.partition("/")
     return folder != ARRAYS or not file or part in parts
 
 
-def find_unnamed(parts: Iterable[str], digests: Mapping[str, str]) -> list[str]:
+def find_undigested(parts: Iterable[str], digests: Mapping[str, str]) -> list[str]:
     """Return a line for each part of the state without any digest."""
     missing = (part for part in parts if not any(name.startswith(f"{ARRAYS}/{part}/") for name in digests))
     return [f"{SUMS} names no file of {ARRAYS}/{part}" for part in missing]
 
 
 def find_damage(
-    path: Path, names: Iterable[str], digests: Mapping[str, str], on_done: Progress = no_progress
+    path: Path, names: Iterable[str], digests: Mapping[str, str], on_done: Progress = ignore_progress
 ) -> list[str]:
     """Compare files with their digests; return a line for each file that is missing or differs."""
     found = hash_files(path, names, on_done)
@@ -112,7 +112,7 @@ def check_documents(path: Path) -> None:
     """
     if (path / SUMS).is_file():
         digests = read_digests(path)
-        raise_damage(path, find_damage(path, [name for name in digests if is_of(name, ())], digests))
+        raise_damage(path, find_damage(path, [name for name in digests if is_needed(name, ())], digests))
 
 
 def raise_damage(path: Path, problems: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """The arrays of a training state under logical names, and each device's block of them.
 
-[Note: what a checkpoint holds]
+[Note: contents of a checkpoint]
 Arrays are stored in their logical shape under logical names: `params.<name>`, `opt_state.<path>`,
 `model_state.<name>`, `step`, `num_skipped`, `loss_scale.<name>`. Names and shapes do not depend on strategy, mesh,
 program or storage form; padding is left out. The low-precision copy of some strategies is not written, since it is a
@@ -108,7 +108,7 @@ def _key_data(value: Any) -> tuple[Any, str | None]:
     return jax.ShapeDtypeStruct(data.shape, data.dtype, sharding=value.sharding), str(impls[0])
 
 
-def one_array(name: str, logical: Any, stored: Any) -> Stored:
+def single_array(name: str, logical: Any, stored: Any) -> Stored:
     """Return a `Stored` for an array that is not part of a state."""
     return Stored(name, Logical(tuple(logical.shape), logical.dtype), stored)
 

@@ -12,7 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfsdp.checkpoint.disk.digest import check_documents, find_damage, find_unnamed, is_of, raise_damage, read_digests
+from jfsdp.checkpoint.disk.digest import (
+    check_documents,
+    find_damage,
+    find_undigested,
+    is_needed,
+    raise_damage,
+    read_digests,
+)
 from jfsdp.checkpoint.disk.files import ARRAYS, damaged, part_of, read_manifest
 from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.processes import together
@@ -70,9 +77,9 @@ class CheckpointSource:
 
         def check_share() -> list[str]:
             digests = read_digests(self.path)
-            files = [name for name in digests if is_of(name, parts)]
+            files = [name for name in digests if is_needed(name, parts)]
             mine = files[jax.process_index() :: jax.process_count()]
-            return find_unnamed(parts, digests) or find_damage(self.path, mine, digests)
+            return find_undigested(parts, digests) or find_damage(self.path, mine, digests)
 
         raise_damage(self.path, sorted({line for lines in together(check_share) for line in lines}))
 

@@ -25,7 +25,7 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.future as futures
 import tensorstore as ts
 
-from jfsdp.checkpoint.disk.commit import IncompleteError, check_all_wrote, check_merged, commit, hash_own
+from jfsdp.checkpoint.disk.commit import IncompleteError, check_all_wrote, check_merged, commit, hash_local_files
 from jfsdp.checkpoint.disk.files import ARRAYS, bytes_below, part_of
 from jfsdp.checkpoint.disk.pieces import Pieces
 from jfsdp.checkpoint.source import Index, cell_of
@@ -95,7 +95,7 @@ class _StateHandler(ocp.AsyncCheckpointHandler):
             parts.setdefault(part_of(name), {})[name] = pieces
         commits: list[Any] = []
         self._parts, self.error = tuple(parts), None
-        with self.kept_errors():
+        with self.stored_errors():
             for part, arrays in parts.items():
                 where = directory / part
                 where.mkdir(exist_ok=True)
@@ -109,14 +109,14 @@ class _StateHandler(ocp.AsyncCheckpointHandler):
     restore = save
 
     def finalize(self, directory: Any) -> None:
-        with self.kept_errors():
+        with self.stored_errors():
             check_all_wrote(Path(directory))
             for part in self._parts:
                 self._handler.finalize(directory / part)
                 check_merged(Path(directory / part))
 
     @contextlib.contextmanager
-    def kept_errors(self) -> Iterator[None]:
+    def stored_errors(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
@@ -141,11 +141,11 @@ class _Commit:
     directory: Path
 
     def result(self, timeout: int | None = None) -> None:
-        with self.handler.kept_errors():
+        with self.handler.stored_errors():
             for commit in self.commits:
                 commit.result(timeout=timeout)
             if self.handler.error is None:
-                hash_own(self.directory)
+                hash_local_files(self.directory)
 
 
 _WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()

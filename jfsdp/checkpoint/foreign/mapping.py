@@ -30,7 +30,7 @@ from jfsdp.layout.report import list_differences
 
 Shapes = Mapping[str, jax.ShapeDtypeStruct]
 _NUMBER = re.compile(r"\{(\w+)\}")
-MOST_ARRAYS = 1 << 20  # ten times the largest known model; each takes a kilobyte of memory
+MAX_ARRAYS = 1 << 20  # ten times the largest known model; each takes a kilobyte of memory
 
 
 @checked
@@ -115,7 +115,7 @@ def bind(names: NameMap, leaves: Shapes) -> dict[str, Piece]:
 
     Raises:
       ValueError: if leaves have no rule (lists them), a rule has another number of dims, two leaves have one name, or
-        there are more than `MOST_ARRAYS` arrays.
+        there are more than `MAX_ARRAYS` arrays.
     """
     forms = [form for rule in names.rules for form in forms_of(rule)]
     found: dict[str, Piece] = {}
@@ -127,9 +127,9 @@ def bind(names: NameMap, leaves: Shapes) -> dict[str, Piece]:
             orphans.append(leaf)
             continue
         num_arrays += math.prod(array.shape[: len(form.stacked)])
-        if num_arrays > MOST_ARRAYS:
+        if num_arrays > MAX_ARRAYS:
             what = f"{list(array.shape)} makes {num_arrays:,} arrays of the other checkpoint"
-            raise ValueError(f"{leaf}: {what}, which holds at most {MOST_ARRAYS:,}; correct the number of layers")
+            raise ValueError(f"{leaf}: {what}, which can have at most {MAX_ARRAYS:,}; correct the number of layers")
         for theirs, piece in _pieces(leaf, array.shape, form, match.groupdict()):
             if theirs in found:
                 raise ValueError(f"{leaf} and {found[theirs].leaf}: rules give both the name {theirs!r}; change one")

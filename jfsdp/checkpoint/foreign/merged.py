@@ -41,7 +41,7 @@ class Merged:
         if sign < 0 and adapter.saved():
             raise ValueError(f"{adapter.path}: has {adapter.saved()[0]} whole; its values before are unknown")
         has_head = HEAD in base.arrays
-        embedding = next((name for name in EMBEDDINGS if _own_name(base, name) in base.arrays), None)
+        embedding = next((name for name in EMBEDDINGS if _name_in(base, name) in base.arrays), None)
         tables = [name for name in adapter.saved() if len(adapter.source.arrays[PREFIX + name].shape) > 1]
         if embedding is None and not has_head and tables:
             raise ValueError(
@@ -50,11 +50,11 @@ class Merged:
             )
         self.is_untied = embedding is not None and adapter.unties(embedding, HEAD)
         if self.is_untied and not has_head:
-            base = Joined(base, Renamed(base, {HEAD: _own_name(base, str(embedding))}))
+            base = Joined(base, Renamed(base, {HEAD: _name_in(base, str(embedding))}))
         self._base, self._adapter, self._sign, self.arrays = base, adapter, sign, base.arrays
-        self._weights = {_own_name(base, weight): weight for weight in adapter.weights()}
+        self._weights = {_name_in(base, weight): weight for weight in adapter.weights()}
         kept = [name for name in adapter.saved() if name != HEAD or has_head or self.is_untied]
-        self._saved = {_own_name(base, name): name for name in kept}
+        self._saved = {_name_in(base, name): name for name in kept}
         for name, weight in self._saved.items():
             adapter.check_saved(weight, tuple(base.arrays[name].shape) if name in base.arrays else None)
         for name, weight in self._weights.items():
@@ -87,7 +87,7 @@ class Merged:
         return read_whole(self._adapter.source, self._adapter.part(weight, part)).astype(np.float32)
 
 
-def _own_name(base: Source, name: str) -> str:
+def _name_in(base: Source, name: str) -> str:
     """Return the base's name of an array; some checkpoints omit the first word (`transformer.` of GPT-2)."""
     short = name.partition(".")[2]
     return short if name not in base.arrays and short in base.arrays else name

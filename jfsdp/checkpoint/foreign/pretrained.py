@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jfsdp.arguments import PathLike, Seed, checked
-from jfsdp.checkpoint.disk.logical_arrays import one_array
+from jfsdp.checkpoint.disk.logical_arrays import single_array
 from jfsdp.checkpoint.disk.paths import existing_path, find_checkpoint, find_checkpoints
 from jfsdp.checkpoint.disk.processes import gather_json, in_all
 from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource
@@ -23,7 +23,7 @@ from jfsdp.checkpoint.foreign.peft import adapter_source
 from jfsdp.checkpoint.foreign.peft_files import open_peft
 from jfsdp.checkpoint.foreign.safetensors import CONFIG, INDEX, WEIGHTS, SafetensorsSource, check_index, weight_files
 from jfsdp.checkpoint.foreign.torch_source import open_torch
-from jfsdp.checkpoint.layers import OtherLayers
+from jfsdp.checkpoint.layers import ConvertedLayers
 from jfsdp.checkpoint.source import Encoded, Joined, Recast, Renamed, Source
 from jfsdp.checkpoint.to_devices import place
 from jfsdp.compat import warn
@@ -140,13 +140,13 @@ def load_pretrained(
         raise ValueError(f"{adapter}: the model has no adapters; wrap it: jfsdp.lora(model, read_loras(...))")
 
     source: Source
-    if key is None and is_ours(path):
+    if key is None and is_checkpoint(path):
         source = our_parameters(path, leaves, names, config)
     else:
         source = in_all(lambda: pretrained_source(path, names, leaves, config=config, key=key))
     if adapter is not None:
         source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters, leaves)))
-    stored = [one_array(path, read[path], shape) for path, shape in model.leaf_shapes().items() if path in read]
+    stored = [single_array(path, read[path], shape) for path, shape in model.leaf_shapes().items() if path in read]
     counted = Counted(source)
     cast = Recast(counted, {name: leaf.dtype for name, leaf in read.items() if name not in codecs})
     arrays = place(stored, Encoded(cast, codecs) if codecs else cast, one_replica=one_replica)
@@ -157,7 +157,7 @@ def load_pretrained(
     return model.init_from(tx, dict(zip((path for path in every if path in read), arrays, strict=True)), seed)
 
 
-def is_ours(path: Any) -> bool:
+def is_checkpoint(path: Any) -> bool:
     """Return whether a path is a jfsdp checkpoint, or a run with checkpoints."""
     try:
         return bool(find_checkpoints(path))
@@ -194,7 +194,7 @@ def our_parameters(
             _compare(source.path, name_map, dict(name_map.from_config(stated)), config, "the checkpoint")
         inner = {name: name for name in source.arrays if name.startswith("params.")}
         inner |= find_averages(source, inner) if averages else {}
-        view = OtherLayers(Renamed(source, inner), [f"params.{name}" for name in leaves])
+        view = ConvertedLayers(Renamed(source, inner), [f"params.{name}" for name in leaves])
         found = {name.removeprefix("params."): _show(array) for name, array in view.arrays.items()}
         if lines := list_differences(found, {name: _show(leaf) for name, leaf in leaves.items()}):
             remedy = "set the model's config to the sizes of the checkpoint; `jfsdp checkpoint inspect` shows them"
@@ -295,12 +295,12 @@ def stated_config(path: Any) -> dict[str, Any]:
     """Return the Hugging Face configuration of weights, from `config.json` or a jfsdp checkpoint; empty without one."""
     if has_config(path):
         return read_config(path)
-    return (CheckpointSource(find_checkpoint(path)).stated("pretrained") if is_ours(path) else None) or {}
+    return (CheckpointSource(find_checkpoint(path)).stated("pretrained") if is_checkpoint(path) else None) or {}
 
 
 def has_config(path: Any) -> bool:
     """Return whether there is a Hugging Face `config.json` next to weights that is not a jfsdp run's."""
-    return _config_file(path).is_file() and not is_ours(path)
+    return _config_file(path).is_file() and not is_checkpoint(path)
 
 
 def read_config(path: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Any
 
 from jfsdp.launch.hosts import gather_json
-from jfsdp.launch.watch import heard
+from jfsdp.launch.watch import not_ignored
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)  # USR1: Slurm's --signal; HUP: no terminal
 
@@ -32,7 +32,7 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        self._before = {number: signal.signal(number, self._remember) for number in heard(SIGNALS)}
+        self._before = {number: signal.signal(number, self._remember) for number in not_ignored(SIGNALS)}
         return self
 
     def __exit__(self, *_: Any) -> None:

@@ -60,7 +60,7 @@ def with_tokenizer(config: TrainConfig, job: Job, stored: Mapping[str, Any]) -> 
     found, path = config.tokenizer or stored.get("config", {}).get("tokenizer"), weights_path(config)
     if found is not None or job.vocab_size is None:
         return dataclasses.replace(config, tokenizer=found)
-    if path and pretrained.is_ours(path):
+    if path and pretrained.is_checkpoint(path):
         found = CheckpointSource(find_checkpoint(path)).stated("config", "tokenizer")
     elif path and (file := (path if path.is_dir() else path.parent) / "tokenizer.json").is_file():
         found = str(file.parent)
@@ -83,7 +83,7 @@ def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
     """
 
     def open_weights(path: str) -> Any:
-        if pretrained.is_ours(path):
+        if pretrained.is_checkpoint(path):
             return CheckpointSource(find_checkpoint(path))
         return pretrained.foreign_source(path, config.init_key if path == config.init_from else None)
 
