@@ -17,6 +17,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -285,23 +286,7 @@ def has_infiniband() -> bool:
     return any(Path("/sys/class/infiniband").glob("*"))
 
 
-_ON, _OFF = "|1|true|yes|on", "0|false|no|off"
-
-# Harmful values by flag or variable: a pattern in lower case, and the effect.
-_FLAGS = {
-    "xla_gpu_enable_latency_hiding_scheduler": (_OFF, "no collective overlaps with compute"),
-    "xla_gpu_disable_async_collectives": (".*all.*", "collectives wait for compute, and compute for them"),
-    "xla_disable_hlo_passes": (".*latency-hiding.*", "no collective overlaps with compute"),
-    "xla_gpu_autotune_level": ("0", "matmuls use the first kernel instead of the fastest"),
-    "xla_backend_optimization_level": ("0|1", "kernels are compiled without optimization"),
-}
-_NCCL = {
-    "NCCL_P2P_DISABLE": (_ON, "GPUs of a node communicate through host memory instead of NVLink"),
-    "NCCL_SHM_DISABLE": (_ON, "processes of a node without a direct link communicate over the network"),
-    "NCCL_IB_DISABLE": (_ON, "nodes communicate over TCP instead of InfiniBand or RoCE"),
-    "NCCL_NET": ("socket", "nodes communicate over TCP instead of InfiniBand or RoCE"),
-    "NCCL_SOCKET_IFNAME": ("=?lo", "other nodes are unreachable"),
-}
+_HARMFUL = tomllib.loads(Path(__file__).with_name("harmful_settings.toml").read_text(encoding="utf-8"))
 
 
 def check_settings(env: Mapping[str, str]) -> list[Finding]:
@@ -309,10 +294,10 @@ def check_settings(env: Mapping[str, str]) -> list[Finding]:
     parts = (part.lstrip("-").partition("=") for part in env.get("XLA_FLAGS", "").split() if part.startswith("--"))
     flags = {name: value for name, _, value in parts}  # XLA reads an empty value as true
     found = []
-    for rules, values, prefix in ((_FLAGS, flags, "XLA_FLAGS --"), (_NCCL, env, "")):
-        for name, (pattern, effect) in rules.items():
+    for kind, values, prefix in (("XLA_FLAGS", flags, "XLA_FLAGS --"), ("environment", env, "")):
+        for name, harmful in _HARMFUL[kind].items():
             value = values.get(name)
-            if value is not None and re.fullmatch(pattern, value.strip().lower()):
+            if value is not None and re.fullmatch(harmful["value"], value.strip().lower()):
                 topic = f"{prefix}{name}={value}" if value else f"{prefix}{name}"
-                found.append(Finding(Severity.PROBLEM, topic, effect, "unset it"))
+                found.append(_problem(topic, harmful["effect"], "unset it"))
     return found
