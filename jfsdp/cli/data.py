@@ -18,6 +18,8 @@ from jfsdp.trainer.display import harmless
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Count, Location, Name
 
+_DATA = tyro.conf.arg(metavar="DATA", help="As --data of scripts/train.py: a file, a directory, a glob.")
+
 
 @dataclasses.dataclass(frozen=True)
 class Show(Options):
@@ -27,11 +29,7 @@ class Show(Options):
     scripts/train.py at its start; exit status 2 for the first that cannot be trained on.
     """
 
-    data: tyro.conf.Positional[
-        Annotated[
-            str, tyro.conf.arg(metavar="DATA", help="As --data of scripts/train.py: a file, a directory, a glob.")
-        ]
-    ]
+    data: tyro.conf.Positional[Annotated[str, _DATA]]
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|PATH")] = "byte"
     """byte, or the path of a tokenizer.json or of its directory."""
     seq_len: Count = 2048

@@ -107,19 +107,12 @@ def _leaves(layout: Layout, count: StateBytes) -> Any:
 
 
 def _totals(count: StateBytes) -> str:
-    device = {
-        "parameters": count.params,
-        "low-precision copies": count.work,
-        "optimizer": count.opt,
-        "counters": count.counters,
-        "model state": count.model_state,
-    }
+    device = {"parameters": count.params, "low-precision copies": count.work, "optimizer": count.opt}
+    device |= {"counters": count.counters, "model state": count.model_state}
     host = {"parameters": count.host_params, "low-precision copies": count.host_work, "optimizer": count.host_opt}
+    totals = (("state per device", count.total, device), ("in host memory, per device", count.host_total, host))
     lines = []
-    for title, total, parts in (
-        ("state per device", count.total, device),
-        ("in host memory, per device", count.host_total, host),
-    ):
+    for title, total, parts in totals:
         listed = ", ".join(f"{name} {show_bytes(size)}" for name, size in parts.items() if size)
         lines += [f"{title}: {show_bytes(total)} ({total:,} bytes): {listed}"] if total else []
     shown = show_bytes(count.padding), show_bytes(count.replicated)

@@ -16,16 +16,14 @@ from jfsdp.trainer.run.config import TrainConfig
 if TYPE_CHECKING:
     from jfsdp.trainer.run.load_model import LoadedModel
 
+_MODEL = tyro.conf.arg(metavar="RUN|HF_DIR", help="A run of scripts/train.py, or config.json and weights.")
+
 
 @dataclasses.dataclass(frozen=True)
 class OpenOptions(Options):
     """A run or a directory of Hugging Face, and what to open it with."""
 
-    path: tyro.conf.Positional[
-        Annotated[
-            str, tyro.conf.arg(metavar="RUN|HF_DIR", help="A run of scripts/train.py, or config.json and weights.")
-        ]
-    ]
+    path: tyro.conf.Positional[Annotated[str, _MODEL]]
     adapter: Location = None
     """An adapter of PEFT's, a directory."""
     mesh: Mesh = option((("fsdp", -1),), read=read_mesh)
