@@ -28,7 +28,7 @@ import numpy as np
 
 from jfsdp.arguments import PathLike, Size, checked
 from jfsdp.checkpoint.disk.files import DamagedError
-from jfsdp.checkpoint.disk.logical_arrays import Stored, choose_writers, contents, logical_arrays
+from jfsdp.checkpoint.disk.logical_arrays import Stored, choose_writers, contents, logical_arrays, read_shapes
 from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.pieces import Pieces, copy_pieces
 from jfsdp.checkpoint.disk.processes import in_all, together
@@ -297,10 +297,7 @@ class _Source:
             for path, found in footers.items()
             for name, bounds, *rest in found["blocks"]
         }
-        self.arrays = {
-            name: jax.ShapeDtypeStruct(tuple(array["shape"]), jax.numpy.dtype(array["dtype"]))
-            for name, array in footer["arrays"].items()
-        }
+        self.arrays = read_shapes(footer["arrays"])
 
     def has(self, name: str, index: Index) -> bool:
         return (name, json.dumps(_bounds(index))) in self._blocks

@@ -205,10 +205,7 @@ class Engine(abc.ABC):
 
     def full_shapes(self, shards: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of gathered weights."""
-        return {
-            leaf.path: jax.ShapeDtypeStruct(leaf.shape[sliced:], leaf.stage("use").dtype)
-            for leaf, sliced in self.pairs(shards)
-        }
+        return self.layout.full_shapes({leaf.path: sliced for leaf, sliced in self.pairs(shards)})
 
     def to_use(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """Copy offloaded shards to the device, cast them, and gather them to their stored shape."""

@@ -242,6 +242,11 @@ class Layout:
             for axis in split
         }
 
+    def full_shapes(self, sliced: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and dtypes of gathered leaves; `sliced` says how many layer dims are taken off each."""
+        leaves = [(self.by_path[path], num) for path, num in sliced.items()]
+        return {x.path: jax.ShapeDtypeStruct(x.shape[num:], x.stage("use").dtype) for x, num in leaves}
+
     def abstract(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str) -> jax.ShapeDtypeStruct:
         """Return shape, dtype and sharding of a leaf's stage as stored."""
         sharding = self.sharding(mesh, leaf, stage)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -34,6 +34,11 @@ class Logical:
 
     def to_dict(self) -> dict[str, Any]:
         return {"shape": list(self.shape), "dtype": jnp.dtype(self.dtype).name, "key_impl": self.key_impl}
+
+
+def read_shapes(arrays: Mapping[str, Mapping[str, Any]]) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes and dtypes by name, of what `Logical.to_dict` gave."""
+    return {name: jax.ShapeDtypeStruct(tuple(x["shape"]), jnp.dtype(x["dtype"])) for name, x in arrays.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.checkpoint.disk.digest import (
@@ -21,6 +20,7 @@ from jfsdp.checkpoint.disk.digest import (
     read_digests,
 )
 from jfsdp.checkpoint.disk.files import ARRAYS, damaged, part_of, read_manifest
+from jfsdp.checkpoint.disk.logical_arrays import read_shapes
 from jfsdp.checkpoint.disk.paths import local_path
 from jfsdp.checkpoint.disk.processes import together
 from jfsdp.checkpoint.source import Index
@@ -48,10 +48,7 @@ class CheckpointSource:
         check_documents(self.path)
         self.manifest = read_manifest(self.path)
         self._stores: dict[str, Any] = {}
-        self.arrays: Mapping[str, jax.ShapeDtypeStruct] = {
-            name: jax.ShapeDtypeStruct(tuple(entry["shape"]), jnp.dtype(entry["dtype"]))
-            for name, entry in self.manifest["arrays"].items()
-        }
+        self.arrays: Mapping[str, jax.ShapeDtypeStruct] = read_shapes(self.manifest["arrays"])
 
     @property
     def key_impls(self) -> dict[str, str | None]:

@@ -152,9 +152,7 @@ class Backward:
 
     def could_leave(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of the gradients that `begin` takes."""
-        trained = self.sums.trained(self.step.order_back[-1][0])
-        leaves = [(self.step.engine.layout.by_path[name], sliced) for name, sliced in trained.items()]
-        return {x.path: jax.ShapeDtypeStruct(x.shape[sliced:], x.stage("use").dtype) for x, sliced in leaves}
+        return self.step.engine.layout.full_shapes(self.sums.trained(self.step.order_back[-1][0]))
 
     def end(self) -> None:
         """Reduce the waiting gradients, or leave them."""

@@ -33,11 +33,9 @@ class Derivatives:
 
     def full_shapes(self, item: Item) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of the gathered weights of a call or of code."""
-        shards = item.shards if isinstance(item, Call) else dict.fromkeys(getattr(item, "weights", ()), 0)
-        leaves = [(self.layout.by_path[path], sliced) for path, sliced in shards.items()]
-        return {
-            leaf.path: jax.ShapeDtypeStruct(leaf.shape[sliced:], leaf.stage("use").dtype) for leaf, sliced in leaves
-        }
+        names: Sequence[str] = getattr(item, "weights", ())
+        shards = item.shards if isinstance(item, Call) else dict.fromkeys(names, 0)
+        return self.layout.full_shapes(shards)
 
     def prepare(self, item: Item, known: Mapping[Any, Any]) -> None:
         """Trace an item of a loop, and compute the residuals that depend only on `known`, the loop's constants."""
