@@ -35,11 +35,7 @@ LAYER, IN, OUT = "layer", "in", "out"
 _Run = Callable[[Sequence[Any]], list[Any]]  # runs an equation on inputs that are all arrays
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["weight", "a", "b", "magnitude", "key"],
-    meta_fields=["kinds", "adapter"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Adapted:
     """A weight with its adapter.
@@ -57,8 +53,8 @@ class _Adapted:
     b: jax.Array
     magnitude: jax.Array | None
     key: jax.Array | None
-    kinds: tuple[str, ...]
-    adapter: Adapter
+    kinds: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    adapter: Adapter = dataclasses.field(metadata={"static": True})
 
     def dims(self, *kinds: str) -> list[int]:
         return [dim for dim, kind in enumerate(self.kinds) if kind in kinds]

@@ -259,21 +259,13 @@ def linearize(
     return Linear(closed.jaxpr, closed.consts, num_weights, num_out, tree, tuple(kinds))
 
 
-@jax.tree_util.register_pytree_node_class
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Residuals:
     shards: Arrays
     weights: Arrays | None
     saved: list[Any]
-    linear: Linear
-
-    def tree_flatten(self) -> tuple[Any, Any]:
-        return (self.shards, self.weights, self.saved), self.linear
-
-    @classmethod
-    def tree_unflatten(cls, linear: Linear, children: Any) -> _Residuals:
-        shards, weights, saved = children
-        return cls(shards, weights, saved, linear)
+    linear: Linear = dataclasses.field(metadata={"static": True})
 
 
 def _differentiable(compute: Callable[..., list[Any]], movement: Movement) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,23 +50,19 @@ class Derivatives:
         return self._linears[item]
 
     def _linearize(self, item: Item, is_fixed: Sequence[bool] | None) -> Linear:
+        def compute(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+            return run_item(item, weights, weave(item.is_active, diff, other))
+
         full = self.full_shapes(item)
         shapes = [atom.aval for atom in item.inputs]
         return linearize(
-            apply_remat(_computation(item), self.layout.policy(item.unit if isinstance(item, Call) else ROOT).remat),
+            apply_remat(compute, self.layout.policy(item.unit if isinstance(item, Call) else ROOT).remat),
             full,
             *part(item.is_active, shapes),
             trainable=frozenset(filter(self.is_trained, full)),
             is_fixed=None if is_fixed is None else [mark for marks in part(item.is_active, is_fixed) for mark in marks],
             is_live=item.is_live,
         )
-
-
-def _computation(item: Item) -> Callable[[Arrays, Sequence[Any], Sequence[Any]], list[Any]]:
-    def compute(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
-        return run_item(item, weights, weave(item.is_active, diff, other))
-
-    return compute
 
 
 def run_item(item: Item, weights: Arrays, values: Sequence[Any]) -> list[Any]:
