@@ -111,16 +111,10 @@ def probe_jax(env: Mapping[str, str], *, timeout_s: float) -> Probe:
 
     If XLA_FLAGS ends that process, a second process without it lists the devices.
     """
-    env_of_process = {**env, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-c", _LIST_DEVICES]
+    own_env = {**env, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
-        done = subprocess.run(
-            [sys.executable, "-c", _LIST_DEVICES],
-            env=env_of_process,
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            errors="replace",
-        )
+        done = subprocess.run(command, env=own_env, capture_output=True, text=True, timeout=timeout_s, errors="replace")
     except subprocess.TimeoutExpired:
         return Probe(timed_out=True, error=f"JAX did not list its devices within {timeout_s:g} s")
     answer = [line for line in done.stdout.splitlines() if line.startswith("jfsdp:")]

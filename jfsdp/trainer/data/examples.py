@@ -10,18 +10,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jfsdp.trainer.data import messages as chat_messages
 from jfsdp.trainer.data.chat import ChatTemplate
 from jfsdp.trainer.data.conversation import Conversation
-from jfsdp.trainer.data.messages import (
-    Message,
-    is_trained,
-    read_alpaca,
-    read_messages,
-    read_sharegpt,
-    read_tools,
-    texts_of,
-    with_arguments,
-)
 from jfsdp.trainer.data.records import READ, Record
 from jfsdp.trainer.data.tokenizer import Tokenizer
 
@@ -29,8 +20,8 @@ ANSWERS = ("all", "last")
 # Form -> the messages of a record that is one conversation.
 _CONVERSATIONS: dict[str, Callable[[Record], Any]] = {
     "messages": operator.itemgetter("messages"),
-    "sharegpt": read_sharegpt,
-    "alpaca": read_alpaca,
+    "sharegpt": chat_messages.read_sharegpt,
+    "alpaca": chat_messages.read_alpaca,
 }
 
 
@@ -81,10 +72,10 @@ class Examples:
             [Note: answers].
         """
         self.unread.update(name for name, value in record.items() if name not in READ[self.form] and value is not None)
-        tools = read_tools(record.get("tools"))
+        tools = chat_messages.read_tools(record.get("tools"))
         return [self._cut(*self._encode(*parts, tools)) for parts in self._parts(record)]
 
-    def encode_prompt(self, prompt: str | Sequence[Message], tools: Any = None) -> np.ndarray:
+    def encode_prompt(self, prompt: str | Sequence[chat_messages.Message], tools: Any = None) -> np.ndarray:
         """Return the ids [n] of a prompt, which end where the answer begins.
 
         Raises:
@@ -92,7 +83,7 @@ class Examples:
         """
         if isinstance(prompt, str):
             return np.concatenate([self._tokenizer.start_ids, self._tokenizer.encode(prompt)]).astype(np.int32)
-        return self._converse(read_messages(prompt), read_tools(tools)).encode_prompt()
+        return self._converse(chat_messages.read_messages(prompt), chat_messages.read_tools(tools)).encode_prompt()
 
     def find_stop(self) -> int:
         """Return the id that ends an answer in a conversation.
@@ -106,11 +97,11 @@ class Examples:
     def _parts(self, record: Record) -> list[tuple[Any, Any]]:
         """Return (prompt, answer) of each example of a record, as texts or messages."""
         if self.form in _CONVERSATIONS:
-            return [([], read_messages(_CONVERSATIONS[self.form](record)))]
+            return [([], chat_messages.read_messages(_CONVERSATIONS[self.form](record)))]
         if self.form == "prompt":
             return [(record["prompt"], record["completion"])]
         prompt, chosen, rejected = record.get("prompt"), record["chosen"], record["rejected"]
-        is_messages = isinstance(chosen, list) and read_messages(chosen)
+        is_messages = isinstance(chosen, list) and chat_messages.read_messages(chosen)
         if isinstance(prompt, str) and is_messages and chosen[0]["role"] == "assistant":
             prompt = [{"role": "user", "content": prompt}]
         if chosen == rejected:
@@ -122,7 +113,7 @@ class Examples:
                 f"prompt is {_kind(prompt)}, chosen {_kind(chosen)}, rejected {_kind(rejected)}; write all three as "
                 "texts, or chosen and rejected as lists of messages"
             )
-        chosen, rejected = read_messages(chosen), read_messages(rejected)
+        chosen, rejected = chat_messages.read_messages(chosen), chat_messages.read_messages(rejected)
         same = next((i for i, (a, b) in enumerate(zip(chosen, rejected)) if a != b), min(len(chosen), len(rejected)))
         for answer in (chosen[same:], rejected[same:]):
             if not answer or answer[0]["role"] != "assistant":
@@ -143,8 +134,8 @@ class Examples:
                 f"the prompt is {_kind(prompt)} and the answer {_kind(answer)}; write both as texts, or both as lists "
                 "of messages"
             )
-        messages = [*read_messages(prompt), *read_messages(answer)]
-        answers = [at for at, one in enumerate(messages) if is_trained(one, at + 1)]
+        messages = [*chat_messages.read_messages(prompt), *chat_messages.read_messages(answer)]
+        answers = [at for at, one in enumerate(messages) if chat_messages.is_trained(one, at + 1)]
         trained = [at for at in answers if at >= len(prompt)][-1 if self._answers == "last" else 0 :]
         if not trained:
             roles = ", ".join(dict.fromkeys(one["role"] for one in messages)) or "none"
@@ -154,10 +145,10 @@ class Examples:
             )
         return self._converse(messages[: trained[-1] + 1], tools).encode_answers(trained)
 
-    def _converse(self, messages: list[Message], tools: Any) -> Conversation:
+    def _converse(self, messages: list[chat_messages.Message], tools: Any) -> Conversation:
         template = self._template.given(tools)
         self.unread.update(f"{name} of messages" for name in template.unnamed(messages))
-        messages = with_arguments(messages, as_text=template.takes_text)
+        messages = chat_messages.with_arguments(messages, as_text=template.takes_text)
         return Conversation(self._tokenizer, self._special, template, messages, tools)
 
     def _encode_texts(self, prompt: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
@@ -199,5 +190,5 @@ def _begins_with(messages: Any, prompt: Any) -> bool:
     if not isinstance(messages, list):
         return False
     if isinstance(prompt, str):
-        return any(prompt.strip() in text for one in messages for text in texts_of(one.get("content")))
+        return any(prompt.strip() in text for one in messages for text in chat_messages.texts_of(one.get("content")))
     return isinstance(prompt, list) and messages[: len(prompt)] == prompt
