@@ -1,5 +1,5 @@
 #!/bin/bash
-# No launcher, a Slurm task per GPU: sbatch scripts/cluster/slurm-tasks.sh. Slurm's requeue is the restart, but not after an error.
+# One Slurm task per GPU, without a launcher: sbatch scripts/cluster/slurm-tasks.sh. Slurm requeues it, but not after an error.
 #SBATCH --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 --cpus-per-task=12
 #SBATCH --time=24:00:00 --signal=TERM@600 --requeue --open-mode=append
 RUN=/shared/runs/llama
@@ -8,7 +8,7 @@ TOKENIZER=/shared/tokenizer.json
 
 export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 NCCL_DEBUG=WARN NCCL_LAUNCH_ORDER_IMPLICIT=1 # see slurm.sh
 
-# One task that fails ends the step; each task takes the GPU of its number on the node, so all must see all of them.
+# A failed task ends the step. Each task uses the GPU with its number on the node, so all GPUs must be visible.
 srun --kill-on-bad-exit=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
   python scripts/train.py --recipe llama-8b --global-batch 256 --run-dir "$RUN" --resume auto --fall-back \
   --data "$DATA" --tokenizer "$TOKENIZER"; code=$?

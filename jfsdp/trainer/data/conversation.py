@@ -149,7 +149,7 @@ class Conversation:
         return text[:shared] if self._is_end(text[shared:]) else text
 
     def _is_end(self, text: str) -> bool:
-        """Whether a text has only special tokens and white space."""
+        """Return whether a text has only special tokens and white space."""
         return not self.special.sub("", text).strip()
 
     def _shared(self, text: str, other: str) -> int:

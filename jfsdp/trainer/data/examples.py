@@ -186,7 +186,7 @@ def _kind(value: Any) -> str:
 
 
 def _begins_with(messages: Any, prompt: Any) -> bool:
-    """Whether an answer contains its prompt, as in some data sets."""
+    """Return whether an answer contains its prompt, as in some data sets."""
     if not isinstance(messages, list):
         return False
     if isinstance(prompt, str):

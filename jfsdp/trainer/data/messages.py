@@ -139,7 +139,7 @@ def read_tools(tools: Any) -> list[Any] | None:
 
 
 def is_trained(message: Message, number: int) -> bool:
-    """Whether to train on a message.
+    """Return whether to train on a message.
 
     Raises:
       ValueError: if its `weight` or `train` is neither 0 nor 1, or `train` is true for a role other than assistant.

@@ -53,7 +53,7 @@ class StopSignal:
         self._before = {}
 
     def is_agreed(self, *, may_gather: bool) -> bool:
-        """Whether to stop now; equal in all processes.
+        """Return whether to stop now; equal in all processes.
 
         Cost: with several processes and `may_gather`, one `gather_json`.
         """

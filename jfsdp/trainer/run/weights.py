@@ -41,7 +41,7 @@ def open_checkpoints(config: TrainConfig, run_dir: Path) -> Checkpointer:
 
 
 def omits_base(config: TrainConfig) -> bool:
-    """Whether a run's checkpoints omit the base weights, because it trains adapters."""
+    """Return whether a run's checkpoints omit the base weights, because it trains adapters."""
     return bool(config.lora) or config.init_adapter is not None
 
 
