@@ -69,7 +69,7 @@ _RUNNING: collections.deque[jax.Array] = collections.deque()
 MAX_RUNNING = 8
 
 
-def keep_pace(result: jax.Array) -> None:
+def limit_running(result: jax.Array) -> None:
     """Wait until at most MAX_RUNNING of the programs that computed the arrays passed here run on simulated CPU devices.
 
     Before JAX 0.12, several CPU devices deadlock if more than 32 programs of one device are running: all threads wait

@@ -6,15 +6,15 @@ import pytest
 
 
 def thin(cases, every=2):
-    """Return cases of which one in `every`, from the first on, runs with the tests; the others are marked `proof`."""
+    """Mark all cases `proof` except one in `every`, from the first on."""
     rows = [case if isinstance(case, tuple) else (case,) for case in cases]
     return [pytest.param(*row, marks=[pytest.mark.proof] * bool(place % every)) for place, row in enumerate(rows)]
 
 
 def each_value(rows, besides=()):
-    """Return cases of which few run with the tests, so that each value of a column occurs; the others are `proof`.
+    """Mark all cases `proof` except a few that contain each value of every column.
 
-    Greedy: the next case is the one whose values occur least in the cases selected so far.
+    Greedy: the next exception is the one whose values occur least in the earlier ones.
 
     Args:
       besides: indices of columns whose values need not all occur, because other tests have them.

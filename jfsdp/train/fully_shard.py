@@ -66,8 +66,8 @@ def fully_shard(
       offload_policy: what is kept in host memory.
       reshard_after_forward: None: every unit except the root is freed after its forward, if the strategy reshards;
         True, False; n: split n ways over neighbouring devices until the backward; "node": over the devices of a host.
-      remat: what the backward of a unit recomputes; "none": only values that depend on nothing but weights, so that no
-        gathered weight is saved. See `UnitPolicy`.
+      remat: what the backward of a unit recomputes; "none": just values that depend only on weights, so that
+        gathered weights are not saved. See `UnitPolicy`.
       storage: how parameters are gathered and gradients reduced: "per_parameter", each in its own shape; or "flat", the
         leaves of a unit in one array with one collective, for steps of program "manual" (see `train_step`).
         A state has each leaf by name with both.

@@ -96,7 +96,7 @@ class ShardedModel:
             for path, value in params.items()
         }
         make = functools.partial(states.make_state, self._optimizer(tx), loss_scale=self.loss_scale)
-        return jax.jit(make, out_shardings=self._shardings(tx))(stored, jax.device_put(model_state, self._whole()))
+        return jax.jit(make, out_shardings=self._shardings(tx))(stored, jax.device_put(model_state, self._replicated()))
 
     def init_from(
         self, tx: optax.GradientTransformation, params: Mapping[str, jax.Array], seed: Seed = 0
@@ -114,7 +114,7 @@ class ShardedModel:
         Raises:
           ValueError: listing the parameters that are missing, unknown, or of another shape or dtype; as `init`.
         """
-        params = {**self._first_adapters(params, seed), **params}
+        params = {**self._init_adapters(params, seed), **params}
         if lines := _differences(params, self.leaf_shapes(), ("params have", "model.leaf_shapes() has")):
             raise ValueError(
                 f"init_from: params are not the leaves of this model:\n{lines}\n  give one array for each of "
@@ -128,7 +128,7 @@ class ShardedModel:
         made = jax.jit(make, out_shardings=self._shardings(tx), donate_argnums=0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Some donated buffers were not usable")  # of leaves that are cut
-            return made(dict(params), jax.device_put(model_state, self._whole()))
+            return made(dict(params), jax.device_put(model_state, self._replicated()))
 
     def adopt(self, state: TrainState, tx: optax.GradientTransformation) -> TrainState:
         """Continue from a state of the same model with other trained leaves or another optimizer; it is donated.
@@ -184,9 +184,9 @@ class ShardedModel:
         check_state(state, self.layout, self.loss_scale)
         leaves = state.params
         shapes = {leaf.path: leaf.shape for leaf in self.layout.leaves if leaf.trainable}
-        return {name: np.asarray(self._whole_leaf(leaves[name], shape)) for name, shape in shapes.items()}
+        return {name: np.asarray(self._gather_leaf(leaves[name], shape)) for name, shape in shapes.items()}
 
-    def _first_adapters(self, params: Mapping[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
+    def _init_adapters(self, params: Mapping[str, jax.Array], seed: Any) -> dict[str, jax.Array]:
         """Make the missing leaves of adapters of parameters that are on the devices, as in `init`."""
         adapters, parts = self.model.adapters, self.adapter_shapes()
         missing = {*layer_shapes(adapters)} | ({*parts} if not parts.keys() & params.keys() else set())
@@ -222,7 +222,7 @@ class ShardedModel:
     def _shardings(self, tx: optax.GradientTransformation) -> TrainState:
         return states.state_shardings(self.layout, self.mesh, self.abstract_state(tx))
 
-    def _whole(self) -> NamedSharding:
+    def _replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())  # type: ignore[arg-type]
 
     def train_step(
@@ -367,16 +367,16 @@ class ShardedModel:
         The arrays are copies, so the state can be trained further.
 
         Layout:  [D+pad/axes F] -> [D F] on the first device of this process, in the dtype at rest;
-                 matrices with an adapter in the dtype in which the model makes them.
+                 matrices with an adapter in the dtype that the model creates.
         Cost:    one all-gather per parameter, one after another. Every process must call it.
         Memory:  the whole model on that device, and one whole parameter at a time on every device.
         """
         check_state(state, self.layout, self.loss_scale)
-        params = {path: self._whole_leaf(x, self.layout.by_path[path].shape) for path, x in state.params.items()}
-        return self.model.plain(params, {name: self._whole_leaf(x, x.shape) for name, x in state.model_state.items()})
+        params = {path: self._gather_leaf(x, self.layout.by_path[path].shape) for path, x in state.params.items()}
+        return self.model.plain(params, {name: self._gather_leaf(x, x.shape) for name, x in state.model_state.items()})
 
-    def _whole_leaf(self, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        whole = jax.device_put(value, self._whole(), may_alias=False).addressable_data(0)
+    def _gather_leaf(self, value: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        whole = jax.device_put(value, self._replicated(), may_alias=False).addressable_data(0)
         return whole[tuple(map(slice, shape))]
 
 

@@ -41,7 +41,7 @@ class GradStep(BatchStep):
         """
         state, batch = self.prepare(state, batch)
         grads, model_state, metrics = self._compiled()(state, batch)
-        self.finished(batch, metrics)
+        self.record_step(batch, metrics)
         return dataclasses.replace(state, model_state=model_state), grads, metrics
 
     def _compiled(self) -> Any:

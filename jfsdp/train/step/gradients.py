@@ -87,7 +87,7 @@ class Gradients:
 
         grad_specs: Any = {path: engine.finished_spec(path) for path in trainable(engine.layout, source)}
         specs = Summed(grad_specs, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
-        with naming_axes(engine.mesh):
+        with explain_axis_errors(engine.mesh):
             sums = engine.on_rows(on_rows, (source, model_state, batch, jnp.asarray(scale, jnp.float32)), specs)
         # A dim that is cut and split is returned as two dims; see [Note: cuts in a shard_map] in engine/manual.py.
         stored = {path: x.reshape(engine.layout.by_path[path].stored_shape) for path, x in sums.grads.items()}
@@ -181,7 +181,7 @@ class Gradients:
 
 
 @contextlib.contextmanager
-def naming_axes(mesh: Any) -> Iterator[None]:
+def explain_axis_errors(mesh: Any) -> Iterator[None]:
     """Explain the error of a loss that calls a collective over an axis of the mesh."""
     try:
         yield

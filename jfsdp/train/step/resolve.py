@@ -37,7 +37,7 @@ from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import DATA_AXES, PIPE, model_axes
 from jfsdp.train.step.config import StepConfig
-from jfsdp.train.step.gradients import Gradients, naming_axes
+from jfsdp.train.step.gradients import Gradients, explain_axis_errors
 from jfsdp.train.step.inspect_loss import LossFn, Survey, first_rows, survey
 
 _EXCESS = 1.05  # ratio of bytes above which a step warns
@@ -72,7 +72,7 @@ def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch
     gathered, surveys = config.gathered_units(layout), list[Survey]()
 
     def trace(source: Arrays, model_state: Arrays, batch: Any) -> None:
-        with naming_axes(mesh):
+        with explain_axis_errors(mesh):
             rows = first_rows(batch, config.accumulate)
             surveys.append(survey(apply, loss_fn, source, model_state, rows, gathered))
 
@@ -146,7 +146,7 @@ def check_needs(layout: Layout, config: StepConfig) -> list[str]:
     return found
 
 
-def way_to_xla(layout: Layout, config: StepConfig) -> str:
+def xla_remedy(layout: Layout, config: StepConfig) -> str:
     """Describe how to select program `xla`, in which a loss sees all rows."""
     needs = " and ".join(check_needs(layout, config))
     return "use program='xla'" + (f" and remove {needs}" if needs else "")
@@ -184,7 +184,7 @@ def _program(layout: Layout, config: StepConfig, found: Survey) -> tuple[str, st
 
 def _check_rows(layout: Layout, config: StepConfig, reason: str, found: Survey) -> None:
     """Check that a loss and a model can run on the rows of one device."""
-    problem, remedy = found.problem, way_to_xla(layout, config)
+    problem, remedy = found.problem, xla_remedy(layout, config)
     if problem is None and layout.data_axes:
         problem = found.no_sum or (_ALIKE if found.draws_alike else None)
         if found.no_sum:

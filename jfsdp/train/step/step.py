@@ -14,7 +14,7 @@ import optax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from jfsdp.arguments import check_call, checked
-from jfsdp.compat import keep_pace
+from jfsdp.compat import limit_running
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, to_device
 from jfsdp.engine.options import compiler_options, naming_options
@@ -153,10 +153,10 @@ class BatchStep:
             self._cache.is_checked = True
         return state, batch
 
-    def finished(self, batch: Any, metrics: Metrics) -> None:
+    def record_step(self, batch: Any, metrics: Metrics) -> None:
         """Record that a step over this batch was taken: later batches must have the same structure."""
         self._cache.batch_shape = checks.batch_shape(batch)
-        keep_pace(metrics["loss"])
+        limit_running(metrics["loss"])
 
     def own_rows(self, num_rows: int) -> range:
         """Return the rows of a global batch that this process passes to the step, which are on its devices.
@@ -289,7 +289,7 @@ class TrainStep(BatchStep):
             result = self._compile_for(state)(donated, lent, batch)
         for value in jax.tree.leaves(lent):
             value.delete()
-        self.finished(batch, result[1])
+        self.record_step(batch, result[1])
         return result
 
     def fingerprint(self, state: TrainState, batch: Any) -> str:
@@ -360,8 +360,8 @@ class TrainStep(BatchStep):
         found = self.mean_gradients(state, batch)
         with jax.named_scope(f"{SCOPE}.update"):
             grads = clip_by_norm(found.grads, found.metrics["grad_norm"], self.config.max_grad_norm)
-            given = self._optimizer.given(found.metrics["loss"])
-            new = self._update(state, grads, found.is_finite, found.model_state, given)
+            extra = self._optimizer.extra_arguments(found.metrics["loss"])
+            new = self._update(state, grads, found.is_finite, found.model_state, extra)
         more = {"num_skipped": new.num_skipped.astype(jnp.float32)} | learning_rate(new.opt_state)
         return new, more | found.metrics
 

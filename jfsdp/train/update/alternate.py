@@ -15,7 +15,7 @@ from jfsdp.train.update.roles import param_name
 def alternate(
     **parts: tuple[Selector | list[Selector], optax.GradientTransformation],
 ) -> optax.GradientTransformationExtraArgs:
-    """Combine several optimizers of which each update runs one, selected by name with `only=`.
+    """Combine several optimizers; each update runs one of them, selected by name with `only=`.
 
     For custom training loops: `state = model.apply_gradients(state, grads, tx, only="generator")`.
 

@@ -16,7 +16,7 @@ from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.precision import sum_dtype
 from jfsdp.train.state import TrainState, check_live, make_work
-from jfsdp.train.update.optimizer import averaged
+from jfsdp.train.update.optimizer import record_averaged
 
 
 class TrackEmaState(NamedTuple):
@@ -53,7 +53,7 @@ def track_ema(decay: float) -> optax.GradientTransformation:
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, TrackEmaState]:
         if params is None:
             raise ValueError("track_ema: its update needs the parameters; call tx.update(grads, state, params)")
-        averaged(updates)
+        record_averaged(updates)
         after = optax.apply_updates(params, updates)
         ema = jax.tree.map(lambda e, p: decay * e + (1 - decay) * p.astype(e.dtype), state.ema, after)
         return updates, TrackEmaState(ema)

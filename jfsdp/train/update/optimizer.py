@@ -61,7 +61,7 @@ class ShardedOptimizer:
         Raises:
           ValueError: if `tx` fails on the model's tree; names the transformation.
         """
-        with _naming_what_fails():
+        with _explain_failure():
             return abstract_opt_state(self.engine.layout, self.tree, self.tx)
 
     @property
@@ -100,8 +100,8 @@ class ShardedOptimizer:
           ValueError: if it fails on the model's tree, needs more than gradients, state, parameters and the loss, or
             returns updates of another tree; names the transformation.
         """
-        with _naming_what_fails():
-            updates, after = self._first(self.given(1.0) if extra is None else extra)
+        with _explain_failure():
+            updates, after = self._first_update(self.extra_arguments(1.0) if extra is None else extra)
             self.tree.by_name(updates)
             if jax.tree.structure(after) != jax.tree.structure(self.abstract[0]):
                 raise ValueError(
@@ -115,32 +115,32 @@ class ShardedOptimizer:
         """Return whether the update is the same program without one of its extra arguments."""
         programs = []
         for given in (extra, {other: value for other, value in extra.items() if other != name}):
-            first, *shapes = self._of_shapes(given)
+            first, *shapes = self._abstract_update(given)
             try:
                 programs.append(re.sub(r"0x[0-9a-f]+", "", str(jax.make_jaxpr(first)(*shapes))))
             except (TypeError, ValueError):  # the argument is required
                 return False
         return programs[0] == programs[1]
 
-    def given(self, value: Any) -> dict[str, Any]:
+    def extra_arguments(self, value: Any) -> dict[str, Any]:
         """Return the extra arguments of `tx.update` in a training step: the loss, if it accepts `value`."""
-        return {"value": jnp.asarray(value)} if self._takes_value else {}
+        return {"value": jnp.asarray(value)} if self._accepts_value else {}
 
     @functools.cached_property
-    def _takes_value(self) -> bool:
+    def _accepts_value(self) -> bool:
         try:
-            self._first({"value": jnp.ones(())})
+            self._first_update({"value": jnp.ones(())})
         except TypeError:
             with contextlib.suppress(TypeError):
-                self._first({})
+                self._first_update({})
                 return False
         return True
 
-    def _first(self, extra: Mapping[str, Any]) -> tuple[Any, Any]:
+    def _first_update(self, extra: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return the shapes of the first updates, and of the state after them."""
-        return jax.eval_shape(*self._of_shapes(extra))
+        return jax.eval_shape(*self._abstract_update(extra))
 
-    def _of_shapes(self, extra: Mapping[str, Any]) -> tuple[Any, Any, Any]:
+    def _abstract_update(self, extra: Mapping[str, Any]) -> tuple[Any, Any, Any]:
         """Return the first update as a function of gradients and parameters, and their shapes."""
         shapes = logical_shapes(self.engine.layout, self.tree)
         first = lambda grads, params: self._update(grads, self.tx.init(params), params, extra)  # noqa: E731
@@ -148,9 +148,9 @@ class ShardedOptimizer:
 
     def _update(self, grads: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, Any]:
         tx = self.tx.gradient_transformation() if isinstance(self.tx, optax.MultiSteps) else self.tx
-        with _averages_seen() as seen:
+        with _recorded_averages() as record:
             updates, after = optax.with_extra_args_support(tx).update(grads, state, params, **extra)
-        if {id(x) for x in seen} - {id(x) for x in jax.tree.leaves(updates)}:
+        if {id(x) for x in record} - {id(x) for x in jax.tree.leaves(updates)}:
             raise ValueError(
                 "track_ema is not last: a later transformation changes the updates, so the averages would be of other "
                 "parameters; use optax.chain(..., jfsdp.optim.track_ema(decay))"
@@ -181,22 +181,22 @@ class ShardedOptimizer:
         return self.engine.constrain({leaf.path: value}, "opt")[leaf.path]
 
 
-_SEEN: list[list[Any]] = []
+_RECORDS: list[list[Any]] = []
 
 
-def averaged(updates: Any) -> None:
+def record_averaged(updates: Any) -> None:
     """Record the updates that `track_ema` averages in the update that is being traced."""
-    for seen in _SEEN[-1:]:
-        seen.extend(jax.tree.leaves(updates))
+    for record in _RECORDS[-1:]:
+        record.extend(jax.tree.leaves(updates))
 
 
 @contextlib.contextmanager
-def _averages_seen() -> Iterator[list[Any]]:
-    _SEEN.append([])
+def _recorded_averages() -> Iterator[list[Any]]:
+    _RECORDS.append([])
     try:
-        yield _SEEN[-1]
+        yield _RECORDS[-1]
     finally:
-        _SEEN.pop()
+        _RECORDS.pop()
 
 
 def _check_state(tree: ParamTree, roles: Roles, state: Any) -> None:
@@ -212,7 +212,7 @@ def _check_state(tree: ParamTree, roles: Roles, state: Any) -> None:
 
 
 @contextlib.contextmanager
-def _naming_what_fails() -> Iterator[None]:
+def _explain_failure() -> Iterator[None]:
     try:
         yield
     except (TypeError, KeyError, AttributeError, ValueError) as error:
