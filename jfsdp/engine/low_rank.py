@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jfsdp.engine.dataflow import has_own_derivative, scan_counts
-from jfsdp.engine.driver.program import run_alone, run_eqns
+from jfsdp.engine.driver.program import eval_eqn, run_eqns
 from jfsdp.layout.codec import Codec
 from jfsdp.layout.lora import LAYER as LAYERS
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B
@@ -128,8 +128,8 @@ def _eval(jaxpr: Any, consts: Sequence[Any], values: Sequence[Any]) -> list[Any]
     """Run a jaxpr on arrays and adapted weights."""
 
     def run(eqn: Any, inputs: list[Any]) -> list[Any]:
-        alone = functools.partial(run_alone, jaxpr, eqn)
-        return _eval_adapted(eqn, inputs, alone) if any(map(_is_adapted, inputs)) else alone(inputs)
+        plain = functools.partial(eval_eqn, jaxpr, eqn)
+        return _eval_adapted(eqn, inputs, plain) if any(map(_is_adapted, inputs)) else plain(inputs)
 
     return run_eqns(jaxpr, consts, values, run)
 

@@ -43,7 +43,7 @@ class ManualEngine(Engine):
       deferred: the data axes over which gradients are summed after the last microbatch.
       auto_axes: the mesh axes that are left to XLA and to shardings in the model.
       prefetch: how far gathers run ahead.
-      is_asked: whether the user requested a schedule, and is warned where it does not apply.
+      is_requested: whether the user requested a schedule, and is warned where it does not apply.
     """
 
     writes_order = True
@@ -51,7 +51,7 @@ class ManualEngine(Engine):
     deferred: tuple[str, ...] = ()
     auto_axes: tuple[str, ...] = ()
     prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
-    is_asked: bool = True
+    is_requested: bool = True
 
     def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
         """Run the root by the schedule; see `Engine.vjp`.
@@ -60,7 +60,7 @@ class ManualEngine(Engine):
           UserWarning: for units outside the schedule, which are gathered where they are called.
         """
         outs, pull, in_place = run(self, self.prefetch, traced, flat, source)
-        if in_place and self.is_asked and self.prefetch != Prefetch(0, 0):
+        if in_place and self.is_requested and self.prefetch != Prefetch(0, 0):
             warn(
                 f"units {', '.join(in_place[:4])} are called inside another unit, a nested or reversed loop, a vmap, a "
                 "derivative or a remat of the model's code, and are not scheduled there: they are gathered when they "
@@ -122,30 +122,30 @@ class ManualEngine(Engine):
         source, *others = arrays
         leaves = {path: self.layout.by_path[path] for path in source}
         source_specs = {path: _data_spec(leaf, self._names(leaf, leaf.source)) for path, leaf in leaves.items()}
-        opened = {path: source[path].reshape(_open_shape(leaf)) for path, leaf in leaves.items()}
+        outer = {path: source[path].reshape(_outer_shape(leaf)) for path, leaf in leaves.items()}
         whole = PartitionSpec()
         rows = jax.tree.map(lambda x: PartitionSpec(self._data) if x.ndim else whole, others[1])
         given: Any = {"in_specs": (source_specs, whole, rows, *[whole] * len(others[2:])), "out_specs": specs}
         axes = {axis for axis in self.mesh.axis_names if axis not in self.auto_axes}
 
-        def local(opened: Arrays, *others: Any) -> T:
-            return compute({path: self._close(leaf, opened[path]) for path, leaf in leaves.items()}, *others)
+        def local(outer: Arrays, *others: Any) -> T:
+            return compute({path: self._from_outer(leaf, outer[path]) for path, leaf in leaves.items()}, *others)
 
-        return jax.shard_map(local, mesh=self.mesh, axis_names=axes, check_vma=False, **given)(opened, *others)
+        return jax.shard_map(local, mesh=self.mesh, axis_names=axes, check_vma=False, **given)(outer, *others)
 
-    def _close(self, leaf: Leaf, value: jax.Array) -> jax.Array:
+    def _from_outer(self, leaf: Leaf, value: jax.Array) -> jax.Array:
         """Bring an input of the outer `shard_map` to the shape of its leaf. Moves no data between devices."""
         if not _is_doubled(leaf):
             return value
-        opened = _open_spec(leaf, leaf.cut_spec(), ())
-        return self._over_auto_axes(lambda x: jnp.squeeze(x, leaf.dim), opened, leaf.cut_spec(), value)
+        outer = _outer_spec(leaf, leaf.cut_spec(), ())
+        return self._over_auto_axes(lambda x: jnp.squeeze(x, leaf.dim), outer, leaf.cut_spec(), value)
 
-    def _open(self, leaf: Leaf, value: jax.Array) -> jax.Array:
+    def _to_outer(self, leaf: Leaf, value: jax.Array) -> jax.Array:
         """Bring a leaf to the shape in which it leaves the outer `shard_map`. Moves no data between devices."""
         if not _is_doubled(leaf):
             return value
-        opened = _open_spec(leaf, leaf.cut_spec(), ())
-        return self._over_auto_axes(lambda x: jnp.expand_dims(x, leaf.dim or 0), leaf.cut_spec(), opened, value)
+        outer = _outer_spec(leaf, leaf.cut_spec(), ())
+        return self._over_auto_axes(lambda x: jnp.expand_dims(x, leaf.dim or 0), leaf.cut_spec(), outer, value)
 
     @property
     def _data(self) -> tuple[str, ...]:
@@ -191,8 +191,8 @@ class ManualEngine(Engine):
         pairs = [(self.layout.by_path[path], 0) for path in grads]
         here = {path: to_device(x) if weight is None else to_device(x) / weight for path, x in grads.items()}
         summed = self._move_all(movements.LAST, pairs, here)
-        opened = {x.path: self._open(x, summed[x.path].astype(x.stage("grad").dtype)) for x, _ in pairs}
-        return opened if weight is None else {path: x * weight for path, x in opened.items()}
+        outer = {x.path: self._to_outer(x, summed[x.path].astype(x.stage("grad").dtype)) for x, _ in pairs}
+        return outer if weight is None else {path: x * weight for path, x in outer.items()}
 
     def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """All-gather leaves along their split dim.
@@ -261,16 +261,16 @@ class ManualEngine(Engine):
     def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
         """Bring a gradient from the derivative of a unit's call to the layout and dtype of its accumulator."""
         leaf = self.layout.by_path[path]
-        done, held = leaf.stage(leaf.source).axes, movements.accumulator_axes(leaf, self.deferred)
+        done, accumulator = leaf.stage(leaf.source).axes, movements.accumulator_axes(leaf, self.deferred)
         grad = to_device(grad).astype(self.layout.reduce_dtype(leaf))
-        further = self.layout.axes_on(self.mesh, [axis for axis in held if axis not in done])
+        further = self.layout.axes_on(self.mesh, [axis for axis in accumulator if axis not in done])
         if further:
             grad = self._collect(movements.SCATTER, grad, further, leaf, 0)
-        rest = [axis for axis in self.layout.data_axes if axis not in (*self.deferred, *done, *held)]
+        rest = [axis for axis in self.layout.data_axes if axis not in (*self.deferred, *done, *accumulator)]
         if rest:
             grad = self._collect(movements.REDUCE, grad, self.layout.axes_on(self.mesh, rest), leaf, 0)
         grad = grad.astype(leaf.stage("grad").dtype)
-        if set(done) <= set(held):
+        if set(done) <= set(accumulator):
             return grad
         # The accumulator is whole until the last microbatch; a gradient that is already scattered fills one part of it.
 
@@ -291,7 +291,7 @@ def _is_doubled(leaf: Leaf) -> bool:
     return any(cut.dim == leaf.dim for cut in leaf.cuts)
 
 
-def _open_shape(leaf: Leaf) -> tuple[int, ...]:
+def _outer_shape(leaf: Leaf) -> tuple[int, ...]:
     """Return the shape in which a stored leaf enters and leaves the outer `shard_map`."""
     if not _is_doubled(leaf):
         return leaf.stored_shape
@@ -302,10 +302,10 @@ def _open_shape(leaf: Leaf) -> tuple[int, ...]:
 
 def _data_spec(leaf: Leaf, axes: tuple[str, ...]) -> PartitionSpec:
     """Return the spec of a leaf in that shape, split by data axes."""
-    return _open_spec(leaf, [None] * len(leaf.shape), axes)
+    return _outer_spec(leaf, [None] * len(leaf.shape), axes)
 
 
-def _open_spec(leaf: Leaf, entries: Any, axes: tuple[str, ...]) -> PartitionSpec:
+def _outer_spec(leaf: Leaf, entries: Any, axes: tuple[str, ...]) -> PartitionSpec:
     """Return the spec of a leaf in that shape: `entries` for its dims, and `axes` for the rest of its split dim."""
     if leaf.dim is None:
         return PartitionSpec(*entries)

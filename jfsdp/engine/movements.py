@@ -159,13 +159,13 @@ def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bo
     yield from _gather(layout, leaf, leaf.source if reshard is True else "kept", BACKWARD)
     if not leaf.trainable:
         return
-    held = accumulator_axes(leaf, deferred)
+    accumulator = accumulator_axes(leaf, deferred)
     now = [axis for axis in layout.data_axes if axis not in deferred]
-    inner = [axis for axis in _axes(leaf, leaf.source) if axis in held and not in_one]
-    outer, split = ([axis for axis in axes if axis not in inner] for axes in (now, held))
+    inner = [axis for axis in _axes(leaf, leaf.source) if axis in accumulator and not in_one]
+    outer, split = ([axis for axis in axes if axis not in inner] for axes in (now, accumulator))
     yield from _sum(layout, leaf, CALL, inner, inner, 1)
     yield from _sum(layout, leaf, CALL, outer, split, layout.num_shards(inner))
-    yield from _sum(layout, leaf, LAST, deferred, last_axes(leaf, deferred), layout.num_shards(held))
+    yield from _sum(layout, leaf, LAST, deferred, last_axes(leaf, deferred), layout.num_shards(accumulator))
 
 
 def deferred_axes(layout: Layout, *, accumulate: int, once: bool, repeats: bool = False) -> tuple[str, ...]:

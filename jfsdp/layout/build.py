@@ -17,7 +17,7 @@ from jfsdp.layout.flat import storage_form
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import DEVICE, HOST, PER_PARAMETER, Cut, Leaf, Stage
 from jfsdp.layout.mesh import PIPE, axis_sizes
-from jfsdp.layout.placements import Choice, LeafRules, choose_beside, choose_own, find_placements
+from jfsdp.layout.placements import Choice, LeafRules, choose_added, choose_own, find_placements
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, is_inexact, item_bytes, sum_dtype
 from jfsdp.layout.split_dim import DimChoice, choose_dim
@@ -62,14 +62,14 @@ def build_layout(
     min_size = form.min_size if rules.min_size is None else rules.min_size
     owners = {path: unit for unit in units.values() for path in unit.leaves}
     adapters, codecs = tuple((rules.adapters or {}).values()), rules.codecs or {}
-    beside = {one.name(part) for one in adapters for part in one.leaves} | {*map(scales_of, codecs)}
-    own = {path: leaf for path, leaf in leaves.items() if path not in beside}
+    added = {one.name(part) for one in adapters for part in one.leaves} | {*map(scales_of, codecs)}
+    own = {path: leaf for path, leaf in leaves.items() if path not in added}
     stacked = {path: owners[path].stacked for path in own}
     placed = find_placements(rules.placements, own, stacked, types or {})
-    asked = {path: one.cuts for path, one in placed.items() if one.cuts is not None}
-    cuts = find_cuts(own, stacked, names or {}, sizes, rules.axis_rules, asked)
+    requested = {path: one.cuts for path, one in placed.items() if one.cuts is not None}
+    cuts = find_cuts(own, stacked, names or {}, sizes, rules.axis_rules, requested)
     choices = choose_own(own, strategy, rules, placed, types or {}, sizes, cuts)
-    choices |= choose_beside(choices, adapters, codecs, sizes)
+    choices |= choose_added(choices, adapters, codecs, sizes)
     build = functools.partial(_build_leaf, sizes=sizes, min_size=min_size, offload=offload or OffloadPolicy())
     table = tuple(
         build(path, leaf, owners[path], policies[owners[path].name], choices[path]) for path, leaf in leaves.items()

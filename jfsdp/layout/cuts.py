@@ -16,7 +16,7 @@ from jfsdp.layout.select import chooses
 
 DimNames = tuple[str | tuple[str, ...] | None, ...]
 AxisRules = Mapping[str, str | tuple[str, ...] | None] | Sequence[tuple[Any, ...]]
-Asked = Sequence[tuple[int, str, str]]  # requested cuts: dim, axis, reason
+Requested = Sequence[tuple[int, str, str]]  # requested cuts: dim, axis, reason
 
 
 def find_cuts(
@@ -25,7 +25,7 @@ def find_cuts(
     names: Mapping[str, DimNames],
     sizes: Mapping[str, int],
     axis_rules: AxisRules | None,
-    placed: Mapping[str, Asked],
+    placed: Mapping[str, Requested],
 ) -> dict[str, tuple[Cut, ...]]:
     """Return the cuts of every leaf, in the order of its dims; axes of size 1 cut nothing.
 
@@ -42,11 +42,11 @@ def find_cuts(
       ValueError: for axes that cut nothing, names without a rule, rules and selectors that match no leaf, missing dims,
         sizes that the axis does not divide, and two cuts of a leaf over one axis.
     """
-    asked: dict[str, list[tuple[int, str, str]]] = {}
+    requested: dict[str, list[tuple[int, str, str]]] = {}
     if axis_rules is not None:
-        asked = _by_names(leaves, stacked, names, _by_name(axis_rules))
+        requested = _by_names(leaves, stacked, names, _by_name(axis_rules))
     return {
-        path: _checked(path, tuple(leaf.shape), stacked[path], placed.get(path, asked.get(path, ())), sizes)
+        path: _checked(path, tuple(leaf.shape), stacked[path], placed.get(path, requested.get(path, ())), sizes)
         for path, leaf in leaves.items()
     }
 
@@ -104,11 +104,11 @@ def _by_names(
                 f"axis_rules: {name!r} is not the name of any parameter's dim; remove its rule; {_names_are(known)}"
             )
     # A layer dim needs no rule: it cannot be cut.
-    asking = {name: path for path, dims in named.items() for dim, name in dims if dim >= stacked[path]}
-    missing = [name for name in known if name in asking and name not in rules and name not in MODEL_AXES]
+    users = {name: path for path, dims in named.items() for dim, name in dims if dim >= stacked[path]}
+    missing = [name for name in known if name in users and name not in rules and name not in MODEL_AXES]
     if missing:
         raise ValueError(
-            f"{asking[missing[0]]}: axis_rules has no rule for {missing[0]!r}, the name of one of its dims in sharding "
+            f"{users[missing[0]]}: axis_rules has no rule for {missing[0]!r}, the name of one of its dims in sharding "
             f"metadata; set {', '.join(f'{name!r}: None' for name in missing)} for dims that are not to be cut, or "
             f"{missing[0]!r}: {MODEL_AXES[0]!r}"
         )
@@ -151,7 +151,7 @@ def _names_are(known: list[str]) -> str:
     )
 
 
-def find_dim(path: str, shape: tuple[int, ...], stacked: int, dim: int, said: str) -> int:
+def find_dim(path: str, shape: tuple[int, ...], stacked: int, dim: int, origin: str) -> int:
     """Return a dim of a leaf, given without layer dims and counted from the end if negative.
 
     Raises:
@@ -161,15 +161,15 @@ def find_dim(path: str, shape: tuple[int, ...], stacked: int, dim: int, said: st
     if not -num <= dim < num:
         layers = f" without its {stacked} layer dims" if stacked else ""
         remedy = f"use {-num}..{num - 1}" if num else "leave it out"
-        raise ValueError(f"{path}: {said}: dim {dim} is not a dim of shape {shape[stacked:]}{layers}; {remedy}")
+        raise ValueError(f"{path}: {origin}: dim {dim} is not a dim of shape {shape[stacked:]}{layers}; {remedy}")
     return stacked + int(dim) % num
 
 
 def _checked(
-    path: str, shape: tuple[int, ...], stacked: int, asked: Asked, sizes: Mapping[str, int]
+    path: str, shape: tuple[int, ...], stacked: int, requested: Requested, sizes: Mapping[str, int]
 ) -> tuple[Cut, ...]:
     cuts: list[Cut] = []
-    for dim, axis, reason in sorted(asked, key=lambda one: one[0]):
+    for dim, axis, reason in sorted(requested, key=lambda one: one[0]):
         if axis not in MODEL_AXES:
             why = "the strategy determines what it splits" if axis in AXES else close_names(str(axis), MODEL_AXES)
             raise ValueError(
@@ -207,5 +207,5 @@ def part_cuts(adapter: Adapter, part: str, cuts: Sequence[Cut]) -> tuple[Cut, ..
         return ()
     if part == A:
         return tuple(cut for cut in cuts if cut.dim < middle)
-    gone = adapter.num_in - (1 if part == B else 0)
-    return tuple(dataclasses.replace(cut, dim=cut.dim - gone) for cut in cuts if cut.dim >= middle)
+    removed = adapter.num_in - (1 if part == B else 0)
+    return tuple(dataclasses.replace(cut, dim=cut.dim - removed) for cut in cuts if cut.dim >= middle)

@@ -117,10 +117,10 @@ class Layout:
         Args:
           to: the stage to which they are gathered, "use" or "kept".
         """
-        held = {unit.name for unit in self.units} if units is None else set(units)
+        names = {unit.name for unit in self.units} if units is None else set(units)
 
         def change(leaf: Leaf) -> Leaf:
-            if leaf.unit not in held:
+            if leaf.unit not in names:
                 return leaf
             there = leaf.stage(to)
             stages = dict(leaf.stages) | {"param": there, "work": None, "kept": there}
@@ -128,7 +128,7 @@ class Layout:
 
         policies = tuple(
             policy
-            if unit.name not in held or isinstance(policy.reshard_after_forward, bool)
+            if unit.name not in names or isinstance(policy.reshard_after_forward, bool)
             else dataclasses.replace(policy, reshard_after_forward=True)
             for unit, policy in zip(self.units, self.policies, strict=True)
         )
@@ -164,7 +164,7 @@ class Layout:
         leaves = tuple(leaf.in_stage() for leaf in self.leaves if leaf.is_staged)
         paths = {leaf.path for leaf in leaves}
         own = [tuple(path for path in unit.leaves if path in paths) for unit in self.units]
-        units = tuple(dataclasses.replace(unit, leaves=held) for unit, held in zip(self.units, own, strict=True))
+        units = tuple(dataclasses.replace(unit, leaves=owned) for unit, owned in zip(self.units, own, strict=True))
         return dataclasses.replace(self, leaves=leaves, units=units)
 
     @property

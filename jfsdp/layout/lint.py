@@ -97,8 +97,8 @@ def _replicated(layout: Layout) -> str | None:
         return (
             f"no parameter is split: all are below min_size {layout.min_size}; lower it (jfsdp.placements), or say ddp"
         )
-    asked = {one.name(part) for one in layout.adapters for part in one.leaves}
-    large = [leaf for leaf in whole if math.prod(leaf.shape) >= LARGE_ELEMENTS and leaf.path not in asked]
+    requested = {one.name(part) for one in layout.adapters for part in one.leaves}
+    large = [leaf for leaf in whole if math.prod(leaf.shape) >= LARGE_ELEMENTS and leaf.path not in requested]
     if not large:
         return None
     largest = max(large, key=lambda leaf: math.prod(leaf.shape))

@@ -195,7 +195,7 @@ _BY_CODEC = "quantized"
 _IGNORED = Strategy("ignored", Split.WHOLE, Split.WHOLE, Split.WHOLE)
 
 
-def choose_beside(
+def choose_added(
     own: Mapping[str, Choice], adapters: Sequence[Adapter], codecs: Mapping[str, Codec], sizes: Mapping[str, int]
 ) -> dict[str, Choice]:
     """Return the settings of codes, and of additional leaves: parts of adapters, and scales."""
@@ -211,8 +211,8 @@ def choose_beside(
                 f"{path}: is quantized, but codes cannot be trained; freeze it (frozen=, jfsdp.lora), or leave it out "
                 "of jfsdp.quantize"
             )
-        said = f"in {codec.name}, blocks of {codec.block}"
-        choices[path] = dataclasses.replace(own[path], coded=said, per_item=codec.per_item)
+        coded = f"in {codec.name}, blocks of {codec.block}"
+        choices[path] = dataclasses.replace(own[path], coded=coded, per_item=codec.per_item)
         choices[scales_of(path)] = dataclasses.replace(own[path], dim=None, frozen=_BY_CODEC, per_item=0)
     return choices
 

@@ -101,11 +101,9 @@ def list_modules(
             above = [path for path in (name.rpartition(".")[0], *entries.get(name, ())) if path in every]
             every[name] = frozenset.intersection(*(every[path] for path in above)) | {name}
             some[name] = frozenset.union(*(some[path] for path in above)) | {name}
-    held = {path: tuple(leaf for leaf in leaves if path in every[leaf]) for path in classes}
-    beside = {
-        path: tuple(leaf for leaf in leaves if path in some[leaf] and path not in every[leaf]) for path in classes
-    }
-    return [ModuleInfo(path, cls, held[path], beside[path]) for path, cls in classes.items()]
+    owned = {path: tuple(leaf for leaf in leaves if path in every[leaf]) for path in classes}
+    used = {path: tuple(leaf for leaf in leaves if path in some[leaf] and path not in every[leaf]) for path in classes}
+    return [ModuleInfo(path, cls, owned[path], used[path]) for path, cls in classes.items()]
 
 
 @checked
@@ -161,10 +159,10 @@ def resolve_units(
     return resolved
 
 
-def with_leaves_beside(unit: UnitInfo, added: Iterable[str]) -> UnitInfo:
+def with_added_leaves(unit: UnitInfo, added: Iterable[str]) -> UnitInfo:
     """Return a unit with the leaves of `added` that are named after one of the unit's, such as `kernel.lora_a`."""
-    beside = [name for name in added if name.rpartition(".")[0] in unit.leaves]
-    return dataclasses.replace(unit, leaves=(*unit.leaves, *beside))
+    names = [name for name in added if name.rpartition(".")[0] in unit.leaves]
+    return dataclasses.replace(unit, leaves=(*unit.leaves, *names))
 
 
 def _as_unit(unit: Any) -> Unit:

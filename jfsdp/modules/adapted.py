@@ -24,7 +24,7 @@ import numpy as np
 
 from jfsdp.layout.codec import Codec, coded_shapes, find_codecs, scales_of
 from jfsdp.layout.lora import LAYER, MAGNITUDE, A, Adapter, B, find_adapters, layer_shapes, part_shapes
-from jfsdp.layout.units import ModuleInfo, UnitInfo, with_leaves_beside
+from jfsdp.layout.units import ModuleInfo, UnitInfo, with_added_leaves
 from jfsdp.layout.wrapped import WrappedModel
 from jfsdp.modules.model import Arrays, FlaxModel, Hooks, ParamTree, PlainModel
 
@@ -44,7 +44,7 @@ def adapt(
     stacked = {leaf: unit.stacked for unit in units.values() for leaf in unit.leaves}
     leaves = base.params, stacked, base.types
     model = AdaptedModel(base, find_adapters(wrapped.loras, *leaves), find_codecs(wrapped.codecs, *leaves))
-    return model, {name: with_leaves_beside(unit, model.added) for name, unit in units.items()}
+    return model, {name: with_added_leaves(unit, model.added) for name, unit in units.items()}
 
 
 class AdaptedModel:

@@ -173,9 +173,9 @@ class LinenModel:
         params = self.named(self.params)
         places = dict(zip(self.params, (path for path, _ in jax.tree_util.tree_leaves_with_path(params)), strict=True))
         for name, leaf in extra.items():
-            beside = name.rpartition(".")[0]
-            *outer, last = (key.key for key in places[beside])
-            functools.reduce(operator.getitem, outer, params)[f"{last}{name.removeprefix(beside)}"] = leaf
+            target = name.rpartition(".")[0]
+            *outer, last = (key.key for key in places[target])
+            functools.reduce(operator.getitem, outer, params)[f"{last}{name.removeprefix(target)}"] = leaf
         other = copy.copy(self)
         other._tree, other.params = jax.tree.structure(params), _named(params)
         return other

@@ -74,13 +74,13 @@ class NNXModel:
         nodes = {join_path(path): node for path, node in nnx.iter_graph(model)}
         owners = {name: path for path, _ in self._params for name in [join_path(path)]}
         for name, leaf in extra.items():
-            beside = name.rpartition(".")[0]
-            if beside not in owners:
-                raise ValueError(f"{beside}: this variable has several arrays; adapters support variables with one")
-            module, key = nodes[join_path(owners[beside][:-1])], owners[beside][-1]
+            target = name.rpartition(".")[0]
+            if target not in owners:
+                raise ValueError(f"{target}: this variable has several arrays; adapters support variables with one")
+            module, key = nodes[join_path(owners[target][:-1])], owners[target][-1]
             if not isinstance(key, str):
-                raise ValueError(f"{beside}: is in a list; adapters support attributes of a module only")
-            setattr(module, f"{key}{name.removeprefix(beside)}", nnx.Param(leaf))
+                raise ValueError(f"{target}: is in a list; adapters support attributes of a module only")
+            setattr(module, f"{key}{name.removeprefix(target)}", nnx.Param(leaf))
         other = copy.copy(self)
         other.graphdef, params, _ = nnx.split(model, nnx.Param, ...)
         other._params = nnx.to_flat_state(params)

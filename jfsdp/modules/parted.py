@@ -66,7 +66,7 @@ class Parted:
     def _open(self, container: Any, is_leaf: Test, is_data: Test) -> Parted | None:
         """Split the contents of a container; None if it contains no arrays."""
         self._seen.add(id(container))
-        found = Parted(_held(container), is_data, is_leaf, is_data, self)
+        found = Parted(_contents(container), is_data, is_leaf, is_data, self)
         self._seen -= {id(container)} if found.dynamic else set()
         return found if found.dynamic else None
 
@@ -76,20 +76,20 @@ class Parted:
         for x, mark, inside in self._parts:
             leaves.append(next(values) if mark else _copy_around(x, inside.rebuild(values)) if inside else x)
             if inside:
-                self._copies.append((x, leaves[-1], _leaves(_held(leaves[-1]))))
+                self._copies.append((x, leaves[-1], _leaves(_contents(leaves[-1]))))
         return jax.tree.unflatten(self._tree, leaves)
 
     def _written(self) -> Iterator[tuple[Any, Any, Any]]:
         """Yield containers whose copies a call has written to, the copies, and the copies' contents without casts."""
         while self._copies:
             old, new, put = self._copies.pop()
-            given, held = _held(old), _held(new)
-            for name in held[1].keys() - given[1].keys():
+            given, contents = _contents(old), _contents(new)
+            for name in contents[1].keys() - given[1].keys():
                 if isinstance(getattr(type(new), name, None), functools.cached_property):
-                    del held[1][name]  # read by the call, not written
-            if list(map(id, _leaves(held))) != list(map(id, put)):
+                    del contents[1][name]  # read by the call, not written
+            if list(map(id, _leaves(contents))) != list(map(id, put)):
                 back = dict(zip(map(id, put), _leaves(given)))
-                yield old, new, jax.tree.map(lambda x, back=back: back.get(id(x), x), held, is_leaf=_is_lazy)
+                yield old, new, jax.tree.map(lambda x, back=back: back.get(id(x), x), contents, is_leaf=_is_lazy)
 
     def check_unwritten(self, who: str) -> None:
         """Check that a call has not written to the copy of a container, since the caller's would not change."""
@@ -98,8 +98,8 @@ class Parted:
 
     def write_back(self) -> None:
         """Write a call's writes to copies back to the original containers."""
-        for old, new, held in self._written():
-            _fill(old, new, held)
+        for old, new, contents in self._written():
+            _fill(old, new, contents)
 
 
 def map_arrays(fn: Callable[[Any], Any], parts: Parted, values: Any) -> Any:
@@ -121,7 +121,7 @@ def part_output(unit: str, out: Any) -> Parted:
     return parts
 
 
-def _held(value: Any) -> tuple[list[Any], dict[str, Any]]:
+def _contents(value: Any) -> tuple[list[Any], dict[str, Any]]:
     """Return the items and the attributes of a container; functions and modules have none."""
     if isinstance(value, _CLOSED):
         return [], {}
@@ -136,20 +136,20 @@ def _is_lazy(value: Any) -> bool:
     return isinstance(value, _LAZY)
 
 
-def _leaves(held: Any) -> list[Any]:
-    return jax.tree.leaves(held, is_leaf=_is_lazy)
+def _leaves(contents: Any) -> list[Any]:
+    return jax.tree.leaves(contents, is_leaf=_is_lazy)
 
 
-def _copy_around(value: Any, held: tuple[list[Any], dict[str, Any]]) -> Any:
+def _copy_around(value: Any, contents: tuple[list[Any], dict[str, Any]]) -> Any:
     """Return a copy of an object with the given items and attributes."""
     is_tuple = isinstance(value, tuple)
-    new = tuple.__new__(type(value), held[0]) if is_tuple else copy.copy(value)  # type: ignore[type-var]
-    return _fill(new, value, held)
+    new = tuple.__new__(type(value), contents[0]) if is_tuple else copy.copy(value)  # type: ignore[type-var]
+    return _fill(new, value, contents)
 
 
-def _fill(target: Any, source: Any, held: tuple[list[Any], dict[str, Any]]) -> Any:
+def _fill(target: Any, source: Any, contents: tuple[list[Any], dict[str, Any]]) -> Any:
     """Write items, with the keys of `source`, and attributes to an object."""
-    items, attributes = held
+    items, attributes = contents
     if isinstance(target, list):
         target[:] = items
     elif isinstance(target, dict):

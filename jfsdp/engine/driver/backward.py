@@ -29,7 +29,7 @@ class Waiting(NamedTuple):
     grads: Arrays
 
 
-class Landed(NamedTuple):
+class Reduced(NamedTuple):
     """A reduced gradient that is not yet added to the sums; fields as in `Waiting`."""
 
     path: str
@@ -47,52 +47,52 @@ class Sums:
 
     Attributes:
       waiting: gradients to reduce next, of at most one call and the root.
-      landed: reduced gradients to add next.
-      reduced: sums in the layout of the accumulator; gradients of a loop's weights are stacked.
+      reduced: reduced gradients to add next.
+      totals: sums in the layout of the accumulator; gradients of a loop's weights are stacked.
     """
 
     def __init__(self, engine: Engine, sums: Arrays | None):
         self.engine, self.layout = engine, engine.layout
         self.waiting: list[Waiting] = []
-        self.landed: list[Landed] = []
+        self.reduced: list[Reduced] = []
         # Sums of previous microbatches. Slices are added in place, so no second accumulator is allocated.
-        self.reduced: Arrays = dict(sums or {})
+        self.totals: Arrays = dict(sums or {})
 
     def add(self, unit: str, shards: Mapping[str, int], iteration: int, grads: Arrays) -> None:
         """Queue gradients for reduction; `shards` as in `Call`."""
         if grads:
             self.waiting.append(Waiting(unit, {path: shards[path] for path in grads}, iteration, grads))
 
-    def turn(self, shift: Any) -> None:
+    def advance(self, shift: Any) -> None:
         """Add reduced gradients to the sums, and start to reduce the waiting ones; `shift` as in `Gathers`."""
-        self.settle(shift)
+        self.add_reduced(shift)
         for unit, sliced, iteration, grads in self.waiting:
             values = self._reduce(unit, sliced, grads)
-            self.landed += [Landed(path, sliced[path], iteration, value) for path, value in values.items()]
+            self.reduced += [Reduced(path, sliced[path], iteration, value) for path, value in values.items()]
         self.waiting = []
 
-    def hold(self, given: Any) -> Any:
+    def tie_to_reduced(self, given: Any) -> Any:
         """Return values that depend on the reduced gradients; otherwise XLA delays reductions in a list of layers.
 
         Both outputs of the barrier must be used: XLA (0.10.2) removes unused values from it, and with them the order.
         The reduced gradients of a stack are excluded, since they end with their iteration.
         """
-        listed = [what for what in self.landed if not what.sliced]
+        listed = [what for what in self.reduced if not what.sliced]
         given, values = jax.lax.optimization_barrier((given, [what.value for what in listed]))
-        held = [what._replace(value=value) for what, value in zip(listed, values, strict=True)]
-        self.landed = [what for what in self.landed if what.sliced] + held
+        tied = [what._replace(value=value) for what, value in zip(listed, values, strict=True)]
+        self.reduced = [what for what in self.reduced if what.sliced] + tied
         return given
 
-    def settle(self, shift: Any) -> None:
+    def add_reduced(self, shift: Any) -> None:
         """Add reduced gradients to the sums."""
-        for path, sliced, iteration, value in self.landed:
-            old = self.reduced.get(path)
+        for path, sliced, iteration, value in self.reduced:
+            old = self.totals.get(path)
             if sliced:
                 assert old is not None, path
-                self.reduced[path] = put_at(old, iteration + shift, at(old, iteration + shift) + value)
+                self.totals[path] = put_at(old, iteration + shift, at(old, iteration + shift) + value)
             else:
-                self.reduced[path] = value if old is None else old + value
-        self.landed = []
+                self.totals[path] = value if old is None else old + value
+        self.reduced = []
 
     def _reduce(self, unit: str, sliced: Mapping[str, int], grads: Arrays) -> Arrays:
         pairs = [(self.layout.by_path[path], sliced[path]) for path in grads]
@@ -104,23 +104,23 @@ class Sums:
         made = zeros((*length, *whole.shape[sliced:]), whole.dtype)
         return made if sliced and not length else self.engine.constrain({path: made}, "grad")[path]
 
-    def make_room(self, loop: Loop) -> list[str]:
+    def allocate(self, loop: Loop) -> list[str]:
         """Allocate the gradients of a loop's weights; return their names."""
         trained = {path: sliced for call in loop.live_calls for path, sliced in self.trained(call).items()}
-        for path in sorted(trained.keys() - self.reduced.keys()):
+        for path in sorted(trained.keys() - self.totals.keys()):
             sliced = trained[path]
-            self.reduced[path] = self.zeros(path, sliced, *[loop.length] * bool(sliced))
+            self.totals[path] = self.zeros(path, sliced, *[loop.length] * bool(sliced))
         return sorted(trained)
 
     def enter(self, loop: Loop, iteration: int) -> None:
         """Add reduced gradients; put zeros in their place, for the scan of a loop to find in its first iteration."""
-        self.settle(0)
+        self.add_reduced(0)
         calls = loop.live_calls
         if not calls or not self.engine.writes_order:
             return
         last, before = calls[1 % len(calls)], iteration + (len(calls) == 1)
-        self.landed = [
-            Landed(path, sliced, before, self.zeros(path, sliced))
+        self.reduced = [
+            Reduced(path, sliced, before, self.zeros(path, sliced))
             for path, sliced in sorted(self.trained(last).items())
         ]
 
@@ -150,18 +150,18 @@ class Backward:
         self.sums.waiting = [Waiting(call.unit, self.sums.trained(call), iteration, waiting)] if waiting else []
         self.left = {}
 
-    def could_leave(self) -> dict[str, jax.ShapeDtypeStruct]:
+    def leftover_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of the gradients that `begin` takes."""
         return self.step.engine.layout.full_shapes(self.sums.trained(self.step.order_back[-1][0]))
 
     def end(self) -> None:
         """Reduce the waiting gradients, or leave them."""
         if self.left is not None:
-            self.sums.settle(0)
+            self.sums.add_reduced(0)
             self.left = {name: x for what in self.sums.waiting for name, x in what.grads.items()}
             self.sums.waiting = []
-        self.sums.turn(0)
-        self.sums.settle(0)
+        self.sums.advance(0)
+        self.sums.add_reduced(0)
 
     def run(self, cotangents: Sequence[jax.Array]) -> tuple[Arrays, list[jax.Array]]:
         """Return the sums by name, including the gradients for `cotangents`, and the gradients of `step.given`."""
@@ -195,7 +195,7 @@ class Backward:
 
     def _total(self, name: str, cts: Cotangents) -> jax.Array:
         """Return a stored leaf's gradient, including calls outside the schedule."""
-        found, in_place = self.sums.reduced.get(name), cts.get(self.step.shard_vars.get(name))
+        found, in_place = self.sums.totals.get(name), cts.get(self.step.shard_vars.get(name))
         if in_place is not None:
             added = self.step.engine.finish_in_place(name, in_place)
             found = added if found is None else found + added
@@ -217,16 +217,16 @@ class Backward:
         full = self._root_weights(item, given)
         if isinstance(item, Call):
             found = self.gathers.take(given)
-            given = self.sums.hold(given)
-            self.sums.turn(self.gathers.shift)
+            given = self.sums.tie_to_reduced(given)
+            self.sums.advance(self.gathers.shift)
             full = self.weights.take(found, item, iteration + self.gathers.shift, given)
         derivatives = self.step.derivatives
         grads, grad_diff = derivatives.of(item).backward(full, record, derivatives.fixed.get(item, []), given)
         if isinstance(item, Call):
             self.sums.add(item.unit, item.shards, iteration, grads)
             if item in self.weights.looped and not self.step.engine.writes_order:
-                self.sums.turn(self.gathers.shift)
-                self.sums.settle(self.gathers.shift)
+                self.sums.advance(self.gathers.shift)
+                self.sums.add_reduced(self.gathers.shift)
         else:
             if self.step.engine.writes_order:
                 # Otherwise XLA delays gradients of the root's weights, and keeps their inputs (of logits). If XLA
@@ -240,10 +240,10 @@ class Backward:
         carry, ys = given[: run.num_carry], given[run.num_carry :]
         if not loop.live_calls or not self.step.engine.writes_order:
             # No call of this loop would reduce the waiting gradients, and its scan would treat them as its own.
-            self.sums.turn(0)
-            carry = self.sums.hold(carry)
-            self.sums.settle(0)
-        names = self.sums.make_room(loop)
+            self.sums.advance(0)
+            carry = self.sums.tie_to_reduced(carry)
+            self.sums.add_reduced(0)
+        names = self.sums.allocate(loop)
         low, high = self.step.scans[loop]
         consts, xs, stacked = run.zeros(), {}, None
         for index in reversed(range(loop.length)):
@@ -260,30 +260,30 @@ class Backward:
         """Run the iterations of the scan; its carry includes gathers in flight, waiting gradients and sums."""
         low, high = self.step.scans[loop]
         start, gathers, sums = self.gathers.place, self.gathers, self.sums
-        carry = sums.hold(carry)  # otherwise the root's gradients, or their inputs, are kept through the whole loop
+        carry = sums.tie_to_reduced(carry)  # otherwise the loop keeps the root's gradients, or their inputs
         sums.enter(loop, high)
-        waiting, landed = sums.waiting, sums.landed
+        waiting, reduced = sums.waiting, sums.reduced
 
         def body(state: Any, slices: Any) -> tuple[Any, Any]:
-            (carry, consts, queue, under_way, reduced), (index, record, ys) = state, slices
+            (carry, consts, queue, under_way, totals), (index, record, ys) = state, slices
             gathers.enter(start, queue, index - (high - 1))
-            put(under_way, reduced)
+            put(under_way, totals)
             carry, consts, xs = run(carry, consts, ys, record, high - 1)
             return (carry, consts, gathers.queue, *take()), xs
 
         def take() -> tuple[Any, Arrays]:
-            under_way = [what.grads for what in sums.waiting], {what.path: what.value for what in sums.landed}
-            return under_way, {path: sums.reduced[path] for path in names}
+            under_way = [what.grads for what in sums.waiting], {what.path: what.value for what in sums.reduced}
+            return under_way, {path: sums.totals[path] for path in names}
 
-        def put(under_way: Any, reduced: Arrays, moved: int = 0) -> None:
+        def put(under_way: Any, totals: Arrays, moved: int = 0) -> None:
             sums.waiting = [
                 what._replace(grads=grads, iteration=what.iteration - moved)
                 for what, grads in zip(waiting, under_way[0], strict=True)
             ]
-            sums.landed = [
-                what._replace(value=under_way[1][what.path], iteration=what.iteration - moved) for what in landed
+            sums.reduced = [
+                what._replace(value=under_way[1][what.path], iteration=what.iteration - moved) for what in reduced
             ]
-            sums.reduced |= reduced
+            sums.totals |= totals
 
         state = (carry, consts, gathers.queue, *take())
         slices = (jnp.arange(low, high), records, [y[low:high] for y in ys])

@@ -105,7 +105,7 @@ class Forward:
         for item in loop.body.items:
             if item.needs_backward:
                 self.step.derivatives.prepare(item, consts)
-        self.weights.make_room(loop)
+        self.weights.allocate(loop)
 
     def _body(self, block: Block, env: Env, iteration: Any) -> tuple[list[Any], list[Any]]:
         env |= block.consts

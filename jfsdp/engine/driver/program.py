@@ -142,11 +142,11 @@ def read_program(closed: Any, shards: Mapping[int, str], calls: Mapping[str, Nam
     Returns:
       The program, and the units that are called outside the schedule, which gather where they are called.
     """
-    opened = inlined(closed, calls)
-    jaxpr = opened.jaxpr
+    closed = inlined(closed, calls)
+    jaxpr = closed.jaxpr
     known = {jaxpr.invars[place]: (path, 0) for place, path in shards.items()}
-    block = _read_block(opened, known, calls, depth=0)
-    return block, sorted(set(_left_in_place(block, calls)))
+    block = _read_block(closed, known, calls, depth=0)
+    return block, sorted(set(_called_in_place(block, calls)))
 
 
 def named(eqn: Any, calls: Mapping[str, NamedCall]) -> NamedCall | None:
@@ -167,7 +167,7 @@ def inlined(closed: Any, calls: Mapping[str, NamedCall]) -> Any:
         inside = (inner for jaxpr in inner_jaxprs(eqn) for inner in all_eqns(jaxpr))
         return is_jit(eqn) and named(eqn, calls) is None and any(named(inner, calls) for inner in inside)
 
-    return with_opened(closed, is_around) if any(map(is_around, closed.jaxpr.eqns)) else closed
+    return inline_jits(closed, is_around) if any(map(is_around, closed.jaxpr.eqns)) else closed
 
 
 def is_jit(eqn: Any) -> bool:
@@ -175,12 +175,12 @@ def is_jit(eqn: Any) -> bool:
     return eqn.primitive.name in ("jit", "pjit")
 
 
-def with_opened(closed: Any, opens: Callable[[Any], bool]) -> Any:
+def inline_jits(closed: Any, selects: Callable[[Any], bool]) -> Any:
     """Return a trace with the `jit`s inlined that `opens` selects, also nested ones."""
 
     def run(closed: Any, inputs: Sequence[Any]) -> list[Any]:
         def run_eqn(eqn: Any, values: list[Any]) -> list[Any]:
-            return run(eqn.params["jaxpr"], values) if opens(eqn) else run_alone(closed.jaxpr, eqn, values)
+            return run(eqn.params["jaxpr"], values) if selects(eqn) else eval_eqn(closed.jaxpr, eqn, values)
 
         return run_eqns(closed.jaxpr, closed.consts, inputs, run_eqn)
 
@@ -198,7 +198,7 @@ def run_eqns(
     return [read(env, atom) for atom in jaxpr.outvars]
 
 
-def run_alone(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
+def eval_eqn(jaxpr: Any, eqn: Any, values: Sequence[Any]) -> list[Any]:
     """Run one equation of a jaxpr as a separate program, which keeps its source information."""
     given = {atom: value for atom, value in zip(eqn.invars, values, strict=True) if not is_literal(atom)}
     return core.eval_jaxpr(only(jaxpr, [eqn], given, eqn.outvars), (), *given.values())
@@ -289,7 +289,7 @@ def read_loop(eqn: Any, known: Mapping[Any, Shard], calls: Mapping[str, NamedCal
     return Loop(list(eqn.invars), list(eqn.outvars), eqn.params["length"], num_consts, num_carry, body)
 
 
-def _left_in_place(block: Block, calls: Mapping[str, NamedCall]) -> Iterator[str]:
+def _called_in_place(block: Block, calls: Mapping[str, NamedCall]) -> Iterator[str]:
     def within(jaxpr: Any) -> Iterator[str]:
         names = (str(eqn.params.get("name", "")) for eqn in all_eqns(jaxpr))  # of calls, also transformed ones
         return (calls[name].unit for name in names if name in calls)
@@ -300,7 +300,7 @@ def _left_in_place(block: Block, calls: Mapping[str, NamedCall]) -> Iterator[str
         elif isinstance(item, Call):
             yield from within(item.call.traced.jaxpr)
         elif isinstance(item, Loop):
-            yield from _left_in_place(item.body, calls)
+            yield from _called_in_place(item.body, calls)
 
 
 def part_weights(block: Block, weights: Mapping[str, Any]) -> None:

@@ -109,7 +109,7 @@ class Weights:
         """Return the function that keeps a call's weights; None if nothing is kept, or they are whole at rest."""
         return self.movement(call).keep if call.needs_backward and self._moves(call) else None
 
-    def make_room(self, loop: Loop) -> None:
+    def allocate(self, loop: Loop) -> None:
         """Allocate arrays for the weights that the iterations of a loop keep."""
         for call in loop.calls:
             keep = self._keeps(call)

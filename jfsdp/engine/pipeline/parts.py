@@ -7,7 +7,7 @@ reduced to the equations that it needs. `leave` recomputes values of the first p
 table, a path around the layers). All stages together compute both parts for the one microbatch of a tick. In these
 parts, mesh axis `pipe` is a model axis like `tensor`, so weights and vocabulary may be cut over it.
 Each stage computes other inputs of its layers (a rotary table, a mask, dropout keys) for its current microbatch
-(`beside`). They are not sent, and must not depend on weights.
+(`layer_inputs`). They are not sent, and must not depend on weights.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Parts:
         return self.loop.split(self.loop.body.inputs)[1]
 
     @property
-    def beside(self) -> list[Any]:
+    def layer_inputs(self) -> list[Any]:
         """Other inputs of the layers: the loop's constants, and its xs that are not weights."""
         consts, _, xs = self.loop.split(self.loop.inputs)
         own = {self.closed.jaxpr.invars[place] for place in self.shards}
@@ -89,14 +89,14 @@ class Parts:
             )
         return self._read(jaxpr)
 
-    def beside_of(self, flat: Sequence[Any]) -> dict[Any, Any]:
-        """Compute `beside` from the inputs of the trace. Moves no data."""
-        jaxpr = _only_needed(self.closed.jaxpr.replace(outvars=self.beside))
+    def compute_layer_inputs(self, flat: Sequence[Any]) -> dict[Any, Any]:
+        """Compute `layer_inputs` from the inputs of the trace. Moves no data."""
+        jaxpr = _only_needed(self.closed.jaxpr.replace(outvars=self.layer_inputs))
         values = core.eval_jaxpr(jaxpr, self.closed.consts, *flat, *[None] * (len(jaxpr.invars) - len(flat)))
-        return dict(zip(self.beside, values, strict=True))
+        return dict(zip(self.layer_inputs, values, strict=True))
 
     def stage(self, length: int) -> Block:
-        """Return the program of a stage of `length` layers: from its weights, `beside` and `begins` to the carry."""
+        """Return the program of `length` layers, from their weights, `layer_inputs` and `begins` to the carry."""
         consts, _, xs = self.loop.split(self.loop.inputs)
         given, counts = [*consts, *self.begins, *xs], (self.loop.num_consts, self.loop.num_carry)
         loop = Loop(given, self.loop.outputs, length, *counts, self.loop.body)
@@ -150,7 +150,7 @@ def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]
             f"(mesh axis {PIPE!r}) do not send; give each layer a separate key (split_rngs), or {_REMEDY}"
         )
     _check_body(loop, staged)
-    _check_beside(parts, traced.names)
+    _check_layer_inputs(parts, traced.names)
     return parts
 
 
@@ -215,11 +215,11 @@ def _check_body(loop: Loop, staged: Collection[str]) -> None:
             )
 
 
-def _check_beside(parts: Parts, names: Sequence[str]) -> None:
-    jaxpr = parts.closed.jaxpr.replace(outvars=parts.beside)
+def _check_layer_inputs(parts: Parts, names: Sequence[str]) -> None:
+    jaxpr = parts.closed.jaxpr.replace(outvars=parts.layer_inputs)
     weights = [place in parts.shards or place >= parts.num_flat for place in range(len(jaxpr.invars))]
     by_layer, origins = parts.loop.split(parts.loop.inputs)[2], dataflow.passes_through(jaxpr)
-    for atom, depends, at in zip(parts.beside, dataflow.depends_on(jaxpr, weights), origins, strict=True):
+    for atom, depends, at in zip(parts.layer_inputs, dataflow.depends_on(jaxpr, weights), origins, strict=True):
         if depends and at is not None and any(atom is x for x in by_layer):
             raise ValueError(
                 f"{names[at]}: this weight of the layers is not in a unit that they call, and stages of a pipeline "
@@ -242,7 +242,7 @@ def without_weights(traced: Traced, calls: Mapping[str, NamedCall], wanted: Sequ
     Raises:
       ValueError: if it reads weights.
     """
-    jaxpr, is_read = dce_jaxpr(_opened(traced.jaxpr, calls), list(wanted))
+    jaxpr, is_read = dce_jaxpr(_inline(traced.jaxpr, calls), list(wanted))
     for place, name in enumerate(traced.names):
         if is_read[place] and name:
             raise ValueError(
@@ -252,20 +252,20 @@ def without_weights(traced: Traced, calls: Mapping[str, NamedCall], wanted: Sequ
     return jaxpr, is_read
 
 
-def _opened(jaxpr: Any, calls: Mapping[str, NamedCall]) -> Any:
+def _inline(jaxpr: Any, calls: Mapping[str, NamedCall]) -> Any:
     """Replace units' calls by their code: the calls' derivatives hide which outputs need weights.
 
     Gathers are dropped too, so equations that read weights must not be run.
     """
 
-    def open_one(eqn: Any) -> Any:
+    def inline_one(eqn: Any) -> Any:
         call, inner = named(eqn, calls), eqn.params.get("jaxpr")
         if call is None and not isinstance(inner, ClosedJaxpr):
             return eqn
-        opened = ClosedJaxpr(call.traced.jaxpr, ()) if call else ClosedJaxpr(_opened(inner.jaxpr, calls), inner.consts)
-        return eqn.replace(params={**eqn.params, "jaxpr": opened})
+        body = ClosedJaxpr(call.traced.jaxpr, ()) if call else ClosedJaxpr(_inline(inner.jaxpr, calls), inner.consts)
+        return eqn.replace(params={**eqn.params, "jaxpr": body})
 
-    return jaxpr.replace(eqns=[open_one(eqn) for eqn in jaxpr.eqns])
+    return jaxpr.replace(eqns=[inline_one(eqn) for eqn in jaxpr.eqns])
 
 
 def _only_needed(jaxpr: Any) -> Any:

@@ -34,7 +34,7 @@ from jfsdp.engine.engine import SCOPE, to_device
 from jfsdp.engine.manual import ManualEngine
 from jfsdp.engine.pipeline.parts import without_weights
 from jfsdp.engine.pipeline.schedule import Places, Schedule, Segment, StageCalls, Ticks, lay_out
-from jfsdp.engine.pipeline.stage import Held, Row, Stage, Waiting
+from jfsdp.engine.pipeline.stage import Row, Stage, StageWeights, Waiting
 from jfsdp.engine.pipeline.trace import Trace, inexact, rows_of
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.mesh import PIPE
@@ -151,7 +151,7 @@ class _Pipeline:
             cast = {
                 name: to_device(x).astype(layout.by_path[name].stage("use").dtype) for name, x in self.staged.items()
             }
-            self.staged = self._deal(cast)
+            self.staged = self._redistribute(cast)
         before, self.state = self._states(state, micro)
         self.rows = micro, before, {name: x for name, x in state.items() if name not in before}
 
@@ -220,11 +220,13 @@ class _Pipeline:
         tables = ticks.tables()
         given = self.enter(ticks.first_to_enter())[0], *self.rows
         first, last = _on_stages(self.stage.ends, self.staged, given)
-        held = Held(self.staged, first)
-        state = self._begin(ticks, sums, held, given, start)
+        weights = StageWeights(self.staged, first)
+        state = self._begin(ticks, sums, weights, given, start)
 
         def run(state: _State, segment: Segment, rows: Row) -> _State:
-            tick = jax.named_scope(f"{SCOPE}.tick.shared")(functools.partial(self._tick, held, last, combine, segment))
+            tick = jax.named_scope(f"{SCOPE}.tick.shared")(
+                functools.partial(self._tick, weights, last, combine, segment)
+            )
             return jax.lax.scan(lambda state, row: (tick(state, row), None), state, rows)[0]
 
         for times, segments in ticks.rounds():
@@ -243,27 +245,29 @@ class _Pipeline:
             else:
                 state, _ = jax.lax.scan(turn, state, rows)
         waiting, sums, out, _ = state
-        staged = self._deal(_on_stages(self.stage.finish, (held, waiting), given), back=True)
+        staged = self._redistribute(_on_stages(self.stage.finish, (weights, waiting), given), back=True)
         return Results(staged | self.engine.reduce_later(sums), out, self.state, self.stage.calls)
 
-    def _deal(self, arrays: Arrays, *, back: bool = False) -> Arrays:
+    def _redistribute(self, arrays: Arrays, *, back: bool = False) -> Arrays:
         if self.stage.repeats == 1:
             return arrays
-        return _on_stages(functools.partial(self.stage.deal, back=back), arrays, ())
+        return _on_stages(functools.partial(self.stage.redistribute, back=back), arrays, ())
 
-    def _tick(self, held: Held, last: Any, combine: Combine, kind: Segment, state: _State, row: Row) -> _State:
+    def _tick(
+        self, weights: StageWeights, last: Any, combine: Combine, kind: Segment, state: _State, row: Row
+    ) -> _State:
         (waiting, sums, out, entered), rows = state, self.rows
         tables = {name: x for name, x in row.items() if x.ndim}  # the others apply to all stages together
         if kind.has_forward:
             with jax.named_scope(f"{SCOPE}.tick.forward"):
-                waiting, last = _on_stages(self.stage.forward, (held, waiting, tables), (entered, *rows))
+                waiting, last = _on_stages(self.stage.forward, (weights, waiting, tables), (entered, *rows))
         found = inexact(self.stage.unread())
         if kind.has_loss:
             hidden = _on_stages(self.stage.ended, (waiting.hidden, tables), (), _WHOLE)
             one, found, sums = self.leave(row["leaving"], hidden, sums)
             out = combine(out, one)
         if kind.has_backward:
-            given = (held, last, waiting, tables), (found, *rows)
+            given = (weights, last, waiting, tables), (found, *rows)
             with jax.named_scope(f"{SCOPE}.tick.backward"):
                 waiting, left = _on_stages(self.stage.backward, *given, (_STAGED, _WHOLE))
             left = [jnp.where(row["left"] >= 0, x, 0) for x in left]  # drop cotangents of stage 0's later parts
@@ -273,10 +277,12 @@ class _Pipeline:
             entered, _ = self.enter(jnp.maximum(row["next"], 0))
         return _State(waiting, sums, out, entered)
 
-    def _begin(self, ticks: Ticks, sums: Arrays, held: Held, given: Any, start: Callable[[Any], Any]) -> _State:
+    def _begin(
+        self, ticks: Ticks, sums: Arrays, weights: StageWeights, given: Any, start: Callable[[Any], Any]
+    ) -> _State:
         """Return the state before the first tick."""
         entered, stages = given[0], self.stage.num_stages
-        saved, left = jax.eval_shape(lambda *arrays: _on_stages(self.stage.saved, *arrays), held, given)
+        saved, left = jax.eval_shape(lambda *arrays: _on_stages(self.stage.saved, *arrays), weights, given)
 
         def room(places: Places, one: Any) -> Any:
             return jax.tree.map(lambda x: zeros((stages * places.num, *x.shape), x.dtype), one)

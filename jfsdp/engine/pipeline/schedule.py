@@ -102,7 +102,7 @@ def turns_stay(prefetch: Prefetch, repeats: int) -> bool:
 
 
 @checked
-def get_schedule(asked: str | Schedule, stages: Size, microbatches: Size, repeats: Size = 1) -> Schedule:
+def get_schedule(requested: str | Schedule, stages: Size, microbatches: Size, repeats: Size = 1) -> Schedule:
     """Return a schedule by its name, or a custom one after checks.
 
     Raises:
@@ -110,12 +110,12 @@ def get_schedule(asked: str | Schedule, stages: Size, microbatches: Size, repeat
         another number of stages, one in which a stage does not run each task once, and one in which a stage needs a
         value before it exists, naming stage, task and tick.
     """
-    if isinstance(asked, Schedule):
-        _check(asked, stages, microbatches, repeats)
-        return asked
-    if asked not in NAMES:
+    if isinstance(requested, Schedule):
+        _check(requested, stages, microbatches, repeats)
+        return requested
+    if requested not in NAMES:
         raise ValueError(
-            f"pipe_schedule={asked!r} is unknown; the schedules are {', '.join(NAMES)}, or a custom Schedule"
+            f"pipe_schedule={requested!r} is unknown; the schedules are {', '.join(NAMES)}, or a custom Schedule"
         )
     if repeats > 1 and microbatches % stages:
         more = -microbatches % stages
@@ -123,7 +123,7 @@ def get_schedule(asked: str | Schedule, stages: Size, microbatches: Size, repeat
             f"accumulate={microbatches} microbatches cannot pass {stages} stages (mesh axis {PIPE!r}) pipe_repeats="
             f"{repeats} times: {stages} does not divide them; take {microbatches + more}, or pipe_repeats=1"
         )
-    late = repeats * stages - 1 if asked == "1f1b" else repeats * microbatches + stages - 1
+    late = repeats * stages - 1 if requested == "1f1b" else repeats * microbatches + stages - 1
     ticks = late + repeats * microbatches + stages - 1
     tables = {name: [[IDLE] * stages for _ in range(ticks)] for name in ("forward", "backward")}
     for stage in range(stages):
@@ -135,7 +135,7 @@ def get_schedule(asked: str | Schedule, stages: Size, microbatches: Size, repeat
     return Schedule(tables["forward"], tables["backward"])
 
 
-def schedule_of(layout: Layout, asked: str | Schedule, microbatches: int, repeats: int) -> Schedule | None:
+def schedule_of(layout: Layout, requested: str | Schedule, microbatches: int, repeats: int) -> Schedule | None:
     """Return the schedule of a step on a layout; None without a pipeline.
 
     Raises:
@@ -144,8 +144,8 @@ def schedule_of(layout: Layout, asked: str | Schedule, microbatches: int, repeat
     """
     stages = layout.num_stages
     if stages == 1:
-        if repeats != 1 or asked != NAMES[0]:
-            given = f"pipe_repeats={repeats}" if repeats != 1 else f"pipe_schedule={asked!r}"
+        if repeats != 1 or requested != NAMES[0]:
+            given = f"pipe_repeats={repeats}" if repeats != 1 else f"pipe_schedule={requested!r}"
             raise ValueError(
                 f"{given}: the mesh has no pipeline; make it with one (make_mesh({PIPE}=P), --mesh {PIPE}=P)"
             )
@@ -162,7 +162,7 @@ def schedule_of(layout: Layout, asked: str | Schedule, microbatches: int, repeat
                 f"{leaf.path}: {leaf.shape[0]} layers cannot be divided into pipe_repeats={repeats} parts for each of "
                 f"{stages} stages (mesh axis {PIPE!r}); use a number of layers that {stages * repeats} divides"
             )
-    return get_schedule(asked, stages, microbatches, repeats)
+    return get_schedule(requested, stages, microbatches, repeats)
 
 
 def _check(schedule: Schedule, stages: int, microbatches: int, repeats: int) -> None:

@@ -46,7 +46,7 @@ class Waiting(NamedTuple):
     left: Any
 
 
-class Held(NamedTuple):
+class StageWeights(NamedTuple):
     """A stage's weights at rest, and the gathered weights of its first layer, or None. Outside as in `Waiting`."""
 
     source: Arrays
@@ -91,14 +91,14 @@ class Stage:
         put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(x, new, part * self._length, 0)  # noqa: E731
         return jax.tree.map(put, arrays, own)
 
-    def deal(self, arrays: Arrays, given: Any, *, back: bool = False) -> Arrays:
+    def redistribute(self, arrays: Arrays, given: Any, *, back: bool = False) -> Arrays:
         """Send this stage's layers at rest, which are consecutive, to the stages that compute them.
 
         Layout:  [parts of consecutive layers ..] -> [every P-th part ..]; `back` is the inverse.
         Cost:    each part is sent once, by collective permutes over axis `pipe`.
         """
         num, length, index = self.num_stages, self._length, jax.lax.axis_index(PIPE)
-        dealt = jax.tree.map(jnp.zeros_like, arrays)
+        result = jax.tree.map(jnp.zeros_like, arrays)
         for here in range(self.repeats):
             for there in range(self.repeats):
                 pairs = [
@@ -123,14 +123,14 @@ class Stage:
                     old = new[end * length : (end + 1) * length]
                     return jax.lax.dynamic_update_slice_in_dim(new, jnp.where(is_given, sent, old), end * length, 0)
 
-                dealt = jax.tree.map(move, arrays, dealt)
-        return dealt
+                result = jax.tree.map(move, arrays, result)
+        return result
 
-    def _program(self, held: Held, rows: Any, task: Any, carry: Sequence[Any]) -> tuple[Step, list[Any]]:
+    def _program(self, weights: StageWeights, rows: Any, task: Any, carry: Sequence[Any]) -> tuple[Step, list[Any]]:
         """Return the program of a task's layers (part, microbatch), and its inputs."""
         (part, microbatch), length = task, self._length
-        parts, loop, source = self.trace.parts, self.trace.parts.loop, self._of_part(held.source, part)
-        values = parts.beside_of(self.trace.flat(*rows_of(rows, microbatch), {}))
+        parts, loop, source = self.trace.parts, self.trace.parts.loop, self._of_part(weights.source, part)
+        values = parts.compute_layer_inputs(self.trace.flat(*rows_of(rows, microbatch), {}))
         for atom in loop.split(loop.inputs)[2]:
             if not is_literal(atom) and atom in values:
                 first = (part * self.num_stages + jax.lax.axis_index(PIPE)) * length
@@ -141,13 +141,13 @@ class Stage:
         block = parts.stage(length)
         shards = {place: names[var] for place, var in enumerate(block.inputs) if var in names}
         given, live = inexact(parts.begins), inexact(block.outputs)
-        step = Step(self.engine, self.prefetch, block, shards, source, given, live, _own(held.first))
+        step = Step(self.engine, self.prefetch, block, shards, source, given, live, _own(weights.first))
         return step, [values[var] for var in block.inputs]
 
     def ends(self, source: Arrays, given: Any) -> tuple[Any, Any]:
         """Gather the weights of the first call of the forward and of the backward; None if nothing is gathered."""
         entered, *rows = given
-        step, _ = self._program(Held(source, None), rows, (0, 0), entered)
+        step, _ = self._program(StageWeights(source, None), rows, (0, 0), entered)
         order, back = step.order, step.order_back
         ends = [(call, iteration) for call, _, iteration in (order[0], order[-1])]
         # The last call of the forward may have no backward; then its weights are not those that the backward needs.
@@ -161,23 +161,23 @@ class Stage:
         )
         return _all(first), _all(last)
 
-    def saved(self, held: Held, given: Any) -> Any:
+    def saved(self, weights: StageWeights, given: Any) -> Any:
         """Return the values that wait for a microbatch's backward, and the gradients it may leave, for their shapes."""
         entered, *rows = given
-        step, flat = self._program(held, rows, (0, 0), entered)
+        step, flat = self._program(weights, rows, (0, 0), entered)
         forward = Forward(step)
         forward.run(flat)
         self._impls = jax.tree.map(lambda x: str(jax.random.key_impl(x)) if is_key(x) else "", forward.records)
-        left = {path: jnp.zeros(x.shape, x.dtype) for path, x in Backward(step, (), None).could_leave().items()}
+        left = {path: jnp.zeros(x.shape, x.dtype) for path, x in Backward(step, (), None).leftover_shapes().items()}
         return _all(_numbers(forward.records)), _all(left)
 
-    def forward(self, staged: tuple[Held, Waiting, Row], given: Any) -> tuple[Waiting, Any]:
+    def forward(self, staged: tuple[StageWeights, Waiting, Row], given: Any) -> tuple[Waiting, Any]:
         """Compute the layers of a microbatch; return also the weights of the last call."""
-        (held, waiting, row), (entered, *rows) = staged, given
+        (weights, waiting, row), (entered, *rows) = staged, given
         task, came = self._task(row["forward"][0], rows), _take(waiting.inputs, row["inputs_read"])
         is_first = (jax.lax.axis_index(PIPE) == 0) & (task[0] == 0)
         begins = [_choose(is_first, new, x) for new, x in zip(entered, came, strict=True)]
-        step, flat = self._program(held, rows, task, begins)
+        step, flat = self._program(weights, rows, task, begins)
         forward = Forward(step)
         outs = typed(forward.run(flat), step.block.outputs)
         waiting = waiting._replace(
@@ -185,28 +185,28 @@ class Stage:
             hidden=_put(waiting.hidden, row["hidden_write"], outs),
             saved=_put(waiting.saved, row["saved_write"], _numbers(forward.records)),
         )
-        return waiting, None if held.first is None else _all(forward.last)
+        return waiting, None if weights.first is None else _all(forward.last)
 
     def ended(self, staged: tuple[list[Any], Row], given: Any) -> list[Any]:
         """Send the last stage's outputs to all stages."""
         hidden, row = staged
         return [_from_stage(self.num_stages - 1, x) for x in _take(hidden, row["hidden_read"])]
 
-    def backward(self, staged: tuple[Held, Any, Waiting, Row], given: Any) -> tuple[Waiting, list[Any]]:
+    def backward(self, staged: tuple[StageWeights, Any, Waiting, Row], given: Any) -> tuple[Waiting, list[Any]]:
         """Compute the backward of a microbatch's layers; return also the cotangents of their inputs."""
-        (held, last, waiting, row), (found, *rows) = staged, given
+        (weights, last, waiting, row), (found, *rows) = staged, given
         is_any, task = row["backward"][0] >= 0, self._task(row["backward"][0], rows)
         is_last = (jax.lax.axis_index(PIPE) == self.num_stages - 1) & (task[0] == self.repeats - 1)
         came = _take(waiting.cotangents, row["cotangents_read"])
         cotangents = [_choose(is_last, new, x) for new, x in zip(found, came, strict=True)]
         cotangents = [jnp.where(is_any, x, 0) for x in cotangents]
-        step, flat = self._program(held, rows, task, self.unread())
+        step, flat = self._program(weights, rows, task, self.unread())
         _prepare(step, flat)
         as_key = lambda x, impl: jax.random.wrap_key_data(x, impl=impl) if impl else x  # noqa: E731
         records = jax.tree.map(as_key, _take(waiting.saved, row["saved_read"]), self._impls)
         own = self._of_part(waiting.sums, task[0])
         backward = Backward(step, records, own, _own(last))
-        if held.first is not None:
+        if weights.first is not None:
             # Otherwise XLA reduces them before the layers' forward, with no computation to overlap.
             begun, cotangents = jax.lax.optimization_barrier((_own(waiting.left), cotangents))
             backward.begin(begun)
@@ -214,20 +214,20 @@ class Stage:
         sums = self._with_part(waiting.sums, own, task[0])
         sent = _put(waiting.cotangents, row["cotangents_write"], [self._send(x, -1) for x in left])
         waiting = waiting._replace(
-            cotangents=sent, sums=sums, left=waiting.left if held.first is None else _all(backward.left)
+            cotangents=sent, sums=sums, left=waiting.left if weights.first is None else _all(backward.left)
         )
         return waiting, [_from_stage(0, x) for x in left]
 
-    def finish(self, staged: tuple[Held, Waiting], given: Any) -> Arrays:
+    def finish(self, staged: tuple[StageWeights, Waiting], given: Any) -> Arrays:
         """Return the sums, including the gradients that the last backward left."""
-        (held, waiting), (entered, *rows) = staged, given
-        if held.first is None:
+        (weights, waiting), (entered, *rows) = staged, given
+        if weights.first is None:
             return waiting.sums
-        backward = Backward(self._program(held, rows, (0, 0), entered)[0], (), waiting.sums)
+        backward = Backward(self._program(weights, rows, (0, 0), entered)[0], (), waiting.sums)
         backward.begin(_own(waiting.left))
         backward.left = None
         backward.end()
-        return backward.sums.reduced
+        return backward.sums.totals
 
     def unread(self) -> list[Any]:
         """Return placeholders for the inputs of the layers, for a program that does not read them."""

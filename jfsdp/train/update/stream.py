@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from jfsdp.engine.dataflow import is_literal
-from jfsdp.engine.driver.program import is_jit, read, run_alone, with_opened
+from jfsdp.engine.driver.program import eval_eqn, inline_jits, is_jit, read
 from jfsdp.engine.engine import is_on_host, to_device
 from jfsdp.train.state import TrainState
 
@@ -45,7 +45,7 @@ def stream(update: Callable[[TrainState], TrainState], state: TrainState, begin:
     if not any(map(is_on_host, old)):
         return update(state)
     shapes = tree.unflatten([jax.ShapeDtypeStruct(x.shape, x.dtype) for x in old])
-    closed = with_opened(jax.make_jaxpr(update)(shapes), is_jit)  # optax compiles sums over all parameters
+    closed = inline_jits(jax.make_jaxpr(update)(shapes), is_jit)  # optax compiles sums over all parameters
     reader, owners = _Reader(closed, old, begin), jax.tree.leaves(_owners(state))
     new: list[Any] = [None] * len(old)
     for owner in sorted(set(owners), key=lambda owner: (not owner, owners.index(owner))):  # without owner: last
@@ -85,7 +85,7 @@ class _Reader:
         for i in self._needed(outvars):
             eqn = self._jaxpr.eqns[i]
             given = [None if is_literal(atom) else self._read(atom) for atom in eqn.invars]
-            values = run_alone(self._jaxpr, eqn, given)
+            values = eval_eqn(self._jaxpr, eqn, given)
             self._values.update(zip(eqn.outvars, values, strict=True))
         found = [self._inputs[var] if var in self._inputs else read(self._values, var) for var in outvars]
         if made := [x for x, var in zip(found, outvars, strict=True) if var in self._made_by]:
