@@ -204,7 +204,7 @@ class ShardedApply:
 
         Such a read bypasses the model's guards through `nnx.state`, or where a transform of Linen maps variables. A
         layer that is sliced from a stack and passed to the unit's call is not a read. The engine's own slice, which
-        removes the padding, is one.
+        removes the padding, is a read that is allowed.
         """
         padded = {leaf.path: leaf for leaf in self.layout.leaves if leaf.padding and leaf.unit != ROOT}
         if not padded:

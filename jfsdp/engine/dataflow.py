@@ -26,7 +26,7 @@ def _cuts_nothing(eqn: Any) -> bool:
 
 
 def carries_tangents(eqn: Any, var: Any) -> bool:
-    """Tell whether an output of an operation may have a derivative; an argument `carries` of `depends_on`."""
+    """Tell whether an output of an operation may have a derivative; for argument `carries` of `depends_on`."""
     return eqn.primitive.name not in _FLAT and jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact)
 
 

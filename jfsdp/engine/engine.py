@@ -31,7 +31,7 @@ class Engine(abc.ABC):
 
     Attributes:
       layout: the layout of every leaf at every stage.
-      mesh: the state's mesh; axes over which some stage is only partly split are split in two.
+      mesh: the state's mesh; axes over which some stage is only partly split are split into parts.
       calls: the calls of units in the latest trace of a root, by their names in the trace.
       writes_order: whether the program determines when each collective starts. Otherwise XLA does, and no gradient may
         wait in the carry of a loop, which would keep unreduced gradients in memory.
@@ -261,7 +261,7 @@ def pad_all(pairs: Pairs, values: Mapping[str, Any]) -> Arrays:
 
 
 def is_on_host(value: jax.Array) -> bool:
-    """Tell whether an array, traced or not, has a type in host memory."""
+    """Tell whether the type of an array, traced or not, is in host memory."""
     return jax.typeof(value).memory_space == jax.memory.Space.Host
 
 

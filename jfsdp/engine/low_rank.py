@@ -1,4 +1,4 @@
-"""Compute a unit's call with the low-rank adapters of its weights: `x @ W` as `x @ W + scale * (x @ A) @ B`.
+"""Calls of units with low-rank adapters: `x @ W` is computed as `x @ W + scale * (x @ A) @ B`.
 
 [Note: adapters in a trace]
 The user's code has no adapters. The call is traced unchanged, and then run with three arrays, W, A and B, in place of
@@ -6,7 +6,7 @@ each adapted weight. Operations that only move or cast a weight apply to all thr
 shardings, calls, scans, remats). A matrix product with the weight becomes two. Any other operation that reads it is an
 error that names the weight, since the result from W without its adapter would be wrong. W gets no derivative: the
 product x^T @ d_y is never computed, which W + A @ B would need. A function with a custom derivative
-(`jax.custom_vjp`), such as a loss that multiplies by the head in chunks, cannot be opened: it gets the sum W + A @ B,
+(`jax.custom_vjp`), such as a loss that multiplies by the head in chunks, cannot be split: it gets the sum W + A @ B,
 and A and B get their gradients from the gradient of the sum.
 """
 
@@ -104,7 +104,7 @@ def with_adapters(
 
 
 def decoded(run: UnitRun, codecs: Mapping[str, Codec]) -> UnitRun:
-    """Return a unit's call on decoded weights, where codes are gathered.
+    """Return a unit's call that decodes the gathered codes of its weights.
 
     Memory:  the decoded weights of the unit, while they are used.
     """

@@ -229,7 +229,7 @@ class Backward:
                 self.sums.add_reduced(self.gathers.shift)
         else:
             if self.step.engine.writes_order:
-                # Otherwise XLA delays gradients of the root's weights, and keeps their inputs (of logits). If XLA
+                # Otherwise XLA delays gradients of the root's weights, and keeps the logits' gradient for them. If XLA
                 # sums the gradients, a barrier would separate the sum from the slice that makes it a reduce-scatter.
                 grads, grad_diff = jax.lax.optimization_barrier((grads, grad_diff))
             _push(cts, [self.step.own(item)[path] for path in grads], list(grads.values()))

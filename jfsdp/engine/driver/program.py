@@ -176,7 +176,7 @@ def is_jit(eqn: Any) -> bool:
 
 
 def inline_jits(closed: Any, selects: Callable[[Any], bool]) -> Any:
-    """Return a trace with the `jit`s inlined that `opens` selects, also nested ones."""
+    """Return a trace with the `jit`s inlined for which `selects` is true, also nested ones."""
 
     def run(closed: Any, inputs: Sequence[Any]) -> list[Any]:
         def run_eqn(eqn: Any, values: list[Any]) -> list[Any]:
