@@ -68,7 +68,7 @@ def choose_dim(
         return DimChoice(divisible[0], 0, f"dim {divisible[0]}, the first divisible by {num_shards}")
     dims = [dim for dim in dims if dim not in cut]
     if not dims:
-        reason = f"not split over {num_shards} devices: that divides no part of a cut dim, and no other can be padded"
+        reason = f"not split: {num_shards} divides no part of a cut dim, and no other dim can be padded"
         return DimChoice(None, 0, reason)
     dim = min(dims, key=lambda d: ((-shape[d] % num_shards) / shape[d], -shape[d]))
     padding = -shape[dim] % num_shards

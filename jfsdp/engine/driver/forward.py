@@ -116,7 +116,7 @@ class Forward:
         """Run the iterations of the scan; its carry includes gathers in flight and kept weights."""
         low, high = self.step.scans[loop]
         start, gathers, weights = self.gathers.place, self.gathers, self.weights
-        calls = [call for call in loop.calls if call in weights.kept]  # see [Note: what every process builds alike]
+        calls = [call for call in loop.calls if call in weights.kept]  # see [Note: the same program on every process]
         kept = [weights.kept[call] for call in calls]
 
         def body(state: Any, index: Any) -> tuple[Any, Any]:

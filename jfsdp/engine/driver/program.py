@@ -6,7 +6,7 @@ through every transformation of the model (scans, remats, conditions). A call th
 which is correct but not prefetched. A call at the top of the trace, or in the body of a scan at the top that takes its
 layers one by one, becomes a `Call`, whose gather a schedule can start ahead of time.
 
-[Note: what every process builds alike]
+[Note: the same program on every process]
 On several hosts each process lowers the step separately, and collectives in different orders hang or mix up arrays. So
 no order may come from an address or a hash. Items of a program are keys of plain dicts only: JAX sorts the keys of a
 dict in a pytree, and items cannot be sorted, so such a dict is an error. Values that go through a scan are lists in the

@@ -65,8 +65,8 @@ def frontiers(order: Sequence[str], ahead: Ahead, direction: str) -> list[int]:
 def _by_lists(order: Sequence[str], ahead: Mapping[str, Sequence[str]], direction: str) -> list[int]:
     """Apply lists; each starts with the unit called next, or with the first unit whose gather has not started."""
     known = list(dict.fromkeys(order))
-    for unit, behind in ahead.items():
-        for name in (unit, *behind):
+    for unit, following in ahead.items():
+        for name in (unit, *following):
             if name not in known:
                 raise ValueError(
                     f"prefetch {direction}[{unit!r}]: {name!r} is not a unit that the step gathers {direction}; these "
@@ -81,14 +81,14 @@ def _by_lists(order: Sequence[str], ahead: Mapping[str, Sequence[str]], directio
         if unit in longest:
             longest[unit] = max(longest[unit], found[start])
         reached.append(last)
-    for unit, behind in ahead.items():
-        if longest[unit] < len(behind):
+    for unit, following in ahead.items():
+        if longest[unit] < len(following):
             place = order.index(unit)
-            follows = order[place + 1 : place + 1 + len(behind)]
+            follows = order[place + 1 : place + 1 + len(following)]
             reverse = " (the backward runs in reverse)" if direction == "backward" else ""
             raise ValueError(
-                f"prefetch {direction}[{unit!r}]={list(behind)}: after {unit!r} the step calls {_listed(follows)}"
-                f"{reverse}; gathers start in the order of the calls"
+                f"prefetch {direction}[{unit!r}]={list(following)}: after {unit!r} the step calls {_listed(follows)}"
+                f"{reverse}; list the units in the order of their calls"
             )
     return reached
 

@@ -89,7 +89,7 @@ class Weights:
         return self._regather(call, iteration, tie) if self._moves(call, "kept") else None
 
     def take(self, found: Arrays | None, call: Call, iteration: Any, tie: Any) -> Arrays:
-        """Return a call's full weights as stored: from the gather in flight, or, if there is none, from here."""
+        """Return a call's full weights as stored: `found` from a gather in flight; if it is None, gather them now."""
         if found is not None:
             return found
         return self._regather(call, iteration, tie) if call in self.kept else self.gather(call, iteration, tie)
