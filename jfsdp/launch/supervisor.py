@@ -29,16 +29,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from jfsdp.launch.environment import (
-    ABSENT,
-    JAX_VARIABLES,
-    JOIN_TIMEOUT,
-    LAUNCHED,
-    MIN_NPROC,
-    RESTART,
-    SNAPSHOTS,
-    memory_dir,
-)
+from jfsdp.launch import environment as env
 from jfsdp.launch.watch import DAMAGED, ENDED_BY_OTHERS, STUCK, USAGE, not_ignored, say
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
@@ -100,8 +91,8 @@ class Supervisor:
 
     def __post_init__(self) -> None:
         # JAX's variables describe the launcher, not its processes.
-        self.environment = {name: text for name, text in self.environment.items() if name not in JAX_VARIABLES}
-        self.environment |= {JOIN_TIMEOUT: str(self.join_timeout_s), LAUNCHED: time.strftime("%Y%m%d-%H%M%S")}
+        self.environment = {name: text for name, text in self.environment.items() if name not in env.JAX_VARIABLES}
+        self.environment |= {env.JOIN_TIMEOUT: str(self.join_timeout_s), env.LAUNCHED: time.strftime("%Y%m%d-%H%M%S")}
         if self.nproc * self.hosts.num_siblings > 1:  # processes that share a host launch NCCL kernels in one order
             self.environment.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")
         self.suspects, self.absent, self.killed = set[int](), set[int](), set[int]()
@@ -112,11 +103,11 @@ class Supervisor:
         """Run until all processes succeed or no restart remains. Return the exit status of the first that failed."""
         with self._forwarding(), contextlib.ExitStack() as stack:
             # Several launchers on a host use the user's directory, because processes of a host share snapshots.
-            if SNAPSHOTS not in self.environment and self.hosts.num_siblings == 1:
+            if env.SNAPSHOTS not in self.environment and self.hosts.num_siblings == 1:
                 # The same name if this command is started again after it was killed.
                 name = hashlib.sha256(json.dumps([os.getcwd(), *self.command]).encode()).hexdigest()[:16]
-                memory = memory_dir() / f"launch-{name}"
-                self.environment[SNAPSHOTS] = str(memory)
+                memory = env.memory_dir() / f"launch-{name}"
+                self.environment[env.SNAPSHOTS] = str(memory)
                 stack.callback(_remove, memory)
             stack.callback(self._kill)
             for attempt in range(self.max_restarts + 1):
@@ -146,11 +137,11 @@ class Supervisor:
             "LOCAL_WORLD_SIZE": hosts.num_siblings * self.nproc,
             "MASTER_ADDR": host,
             "MASTER_PORT": port,
-            RESTART: attempt,
-            ABSENT: " ".join(str(hosts.node * self.nproc + absent) for absent in sorted(self.absent)),
+            env.RESTART: attempt,
+            env.ABSENT: " ".join(str(hosts.node * self.nproc + absent) for absent in sorted(self.absent)),
         }
         if self.min_nproc is not None:
-            variables[MIN_NPROC] = self.min_nproc
+            variables[env.MIN_NPROC] = self.min_nproc
         log = self.log_dir / str(attempt) / f"{rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         environment = self.environment | {name: str(value) for name, value in variables.items()}

@@ -56,13 +56,7 @@ class StateBytes:
 
 
 _PARTS, _HOST_PARTS = ("params", "work", "opt", "counters", "model_state"), ("host_params", "host_work", "host_opt")
-_NAMES = {
-    "total": "state",
-    "params": "param",
-    "counters": "counter",
-    "host_total": "host",
-    "host_params": "host_param",
-}
+_NAMES = {"total": "state", "params": "param", "counters": "counter", "host_total": "host", "host_params": "host_param"}
 _KINDS = {"opt_state": "opt", "step": "counters", "num_skipped": "counters", "loss_scale": "counters"}
 
 

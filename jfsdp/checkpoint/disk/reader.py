@@ -11,14 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jfsdp.checkpoint.disk.digest import (
-    check_documents,
-    find_damage,
-    find_undigested,
-    is_needed,
-    raise_damage,
-    read_digests,
-)
+from jfsdp.checkpoint.disk import digest
 from jfsdp.checkpoint.disk.files import ARRAYS, damaged, part_of, read_manifest
 from jfsdp.checkpoint.disk.logical_arrays import read_shapes
 from jfsdp.checkpoint.disk.paths import local_path
@@ -45,7 +38,7 @@ class CheckpointSource:
     def __init__(self, path: Any, *, cache_bytes: int | None = None):
         self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
         self.path = local_path(path)
-        check_documents(self.path)
+        digest.check_documents(self.path)
         self.manifest = read_manifest(self.path)
         self._stores: dict[str, Any] = {}
         self.arrays: Mapping[str, jax.ShapeDtypeStruct] = read_shapes(self.manifest["arrays"])
@@ -73,12 +66,12 @@ class CheckpointSource:
         parts = sorted({part_of(name) for name in names})
 
         def check_share() -> list[str]:
-            digests = read_digests(self.path)
-            files = [name for name in digests if is_needed(name, parts)]
+            digests = digest.read_digests(self.path)
+            files = [name for name in digests if digest.is_needed(name, parts)]
             mine = files[jax.process_index() :: jax.process_count()]
-            return find_undigested(parts, digests) or find_damage(self.path, mine, digests)
+            return digest.find_undigested(parts, digests) or digest.find_damage(self.path, mine, digests)
 
-        raise_damage(self.path, sorted({line for lines in together(check_share) for line in lines}))
+        digest.raise_damage(self.path, sorted({line for lines in together(check_share) for line in lines}))
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Read one slice of one array.
