@@ -97,7 +97,7 @@ def test_a_run_with_adapters_is_evaluated_like_its_export(workspace, tmp_path, c
         (["--reference", "{root}/nowhere"], "nowhere"),
         (["--reference", "{root}/other"], "is of another model"),
         (["--data", "{root}/answers.jsonl"], "--preference dpo needs records with chosen"),
-        (["--preference", "none", "--beta", "0.1"], "choices between two answers; name the loss with --preference"),
+        (["--preference", "none", "--beta", "0.1"], "are pairs of answers; choose a loss with --preference"),
     ],
 )
 def test_what_cannot_be_preferred_is_refused_before_training(workspace, tmp_path, more, expected, serve):
