@@ -224,7 +224,7 @@ class Checkpointer:
         self.wait()
         steps = only_first(self.steps)
         if not steps:
-            raise ValueError(f"checkpoint {self.directory}: has no complete step")
+            raise ValueError(f"checkpoint {self.directory}: has no complete step; save one first")
         found = steps[-1] if step is None else step
         if found not in steps:
             complete = ", ".join(map(str, steps))

@@ -273,7 +273,7 @@ def _check_scales(source: CheckpointSource, like: TrainState, wanted: Collection
         if theirs.scale != ours.scale and f"params.{ours.name(A)}" in read:
             raise ValueError(
                 f"checkpoint {source.path}: has the adapter [{theirs.describe()}], scale {theirs.scale:g}, but the "
-                f"model has [{ours.describe()}], scale {ours.scale:g}; pass the alpha of its training to fully_shard"
+                f"model has [{ours.describe()}], scale {ours.scale:g}; set the alpha that it was trained with"
             )
 
 

@@ -67,7 +67,7 @@ def initialize(*, compare: Mapping[str, Any] | None = None, timeout_s: float | N
             place = dataclasses.replace(place, num_processes=len(present), process_id=present.index(place.process_id))
     import jax
 
-    # JAX's service would catch SIGTERM without ending the process. A run handles SIGTERM itself.
+    # JAX's service would catch SIGTERM. Before a run SIGTERM must end the process, and the run handles it itself.
     jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         place.address,

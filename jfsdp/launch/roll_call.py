@@ -1,8 +1,8 @@
 """Roll call: checks before JAX starts that all processes of a run joined once and are alike. Does not import JAX.
 
-[Note: why before JAX] If a process is missing, joins twice or cannot reach process 0, JAX (0.10.2) aborts in C++, with
-a C++ stack and without the missing process; a port in use is a segmentation fault. So process 0 first listens at the
-same address until all processes have connected, and sends each the result. Then it frees the port for JAX. If fewer
+[Note: why before JAX] If a process is missing, joins twice or cannot reach process 0, JAX (0.10.2) aborts in C++ and
+does not name the missing process; a port in use causes a segmentation fault. So process 0 first listens at the same
+address until all processes have connected, and sends each the result. Then it frees the port for JAX. If fewer
 processes suffice (`min_nproc`), those present are renumbered in order.
 """
 

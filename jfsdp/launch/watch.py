@@ -2,11 +2,11 @@
 
 [Note: how processes end together] A process that fails writes its error to the key-value store of JAX's coordination
 service. All others read it and end within seconds, with that error in their messages. If the error is one of usage,
-they end with status `USAGE` too, so that no launcher on any host restarts them. Without it, JAX ends them after missed
-heartbeats (100 s), or after the 300 s that a failing process waits for the others at its exit, without the cause. A
-process that waits in a collective still sends heartbeats. So each process declares what it is about to do and how long
-that may take (`Watch.at`), and a thread ends the process if it takes longer. A hung GPU is not repaired; the launcher
-restarts all processes.
+they end with status `USAGE` too, so that no launcher on any host restarts them. JAX would end them only after
+missed heartbeats (100 s), or after the 300 s that a failing process waits for the others at its exit, and would not
+report the cause. A process that waits in a collective still sends heartbeats. So each process declares its next
+operation and how long that may take (`Watch.at`), and a thread ends the process if it takes longer. A hung GPU is not
+repaired; the launcher restarts all processes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Watch:
 
             self.store, self.process, self.count = coordination_store()
         self._name = _name(self.process, self.count)
-        self._places: list[_Place] = []  # current operations, innermost last
+        self._operations: list[_Operation] = []  # current operations, innermost last
         self._done = threading.Event()
 
     def __enter__(self) -> Watch:
@@ -69,39 +69,39 @@ class Watch:
         self._done.set()
 
     @contextlib.contextmanager
-    def at(self, place: str, times: float = 1, progress: Callable[[], Any] | None = None) -> Iterator[None]:
+    def at(self, name: str, times: float = 1, progress: Callable[[], Any] | None = None) -> Iterator[None]:
         """Declare an operation that may take `times` the limit. Nested operations have separate limits.
 
         Args:
           progress: called in a separate thread at the beginning and when the time is over. If it returns another value
             than before, the time starts again.
         """
-        here = _Place(place, times * self.limit_s, time.monotonic(), progress)
-        self._places.append(here)
+        operation = _Operation(name, times * self.limit_s, time.monotonic(), progress)
+        self._operations.append(operation)
         try:
             yield
         finally:
-            self._places.remove(here)
-            if self._places:
-                self._places[-1].begin = time.monotonic()
+            self._operations.remove(operation)
+            if self._operations:
+                self._operations[-1].begin = time.monotonic()
 
     def _watch_self(self) -> None:
         while not self._done.wait(_PERIOD_S):
-            for place in self._places[-1:]:
-                if place.progress and place.seen is None:
-                    place.seen = place.query()
-                if place.is_reported or not place.is_over() or place.has_progressed():
+            for operation in self._operations[-1:]:
+                if operation.progress and operation.seen is None:
+                    operation.seen = operation.query()
+                if operation.is_reported or not operation.is_over() or operation.has_progressed():
                     continue
-                if self._places[-1:] == [place] and place.is_over():  # it may have ended during the query
-                    place.is_reported = True
-                    self._report_stuck(place)
+                if self._operations[-1:] == [operation] and operation.is_over():  # it may have ended during the query
+                    operation.is_reported = True
+                    self._report_stuck(operation)
 
     def _show_waits(self) -> None:
         """Call `show` in a separate thread, which may block on a terminal or a disk."""
         while not self._done.wait(_PERIOD_S):
-            for place in self._places[-1:]:
+            for operation in self._operations[-1:]:
                 with contextlib.suppress(Exception):
-                    self.show(place.name, time.monotonic() - place.begin)
+                    self.show(operation.name, time.monotonic() - operation.begin)
 
     def _watch_others(self) -> None:
         while not self._done.wait(_PERIOD_S):
@@ -114,8 +114,8 @@ class Watch:
                 say(f"error: another process failed, so this one ends: {failure.text}")
                 end_process(self.process, failure.status_of_others)
 
-    def _report_stuck(self, place: _Place) -> None:
-        message = f"no progress: {place.name} takes more than {place.limit_s:g} s (--timeout {self.limit_s:g})"
+    def _report_stuck(self, operation: _Operation) -> None:
+        message = f"no progress: {operation.name} takes more than {operation.limit_s:g} s (--timeout {self.limit_s:g})"
         say(f"error: {self._name} {message}; all threads:")
         with contextlib.suppress(Exception):
             faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
@@ -126,7 +126,7 @@ class Watch:
 
 
 @dataclasses.dataclass(eq=False)
-class _Place:
+class _Operation:
     """A current operation, its beginning on this process's clock, and its limit in seconds."""
 
     name: str
@@ -215,7 +215,7 @@ def say(text: str) -> None:
 
 
 def end_process(process: int, status: int) -> NoReturn:
-    """Flush the output and end this process at once."""
+    """Flush the output and end this process; process 0 first waits for others to read the store."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

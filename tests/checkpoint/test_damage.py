@@ -119,7 +119,7 @@ def test_a_manifest_that_still_reads_well_is_refused_all_the_same(run):
     for old in ('"format": 2', "params.bias", "40"):
         file.write_text(whole.replace(old, old[:-1] + chr(ord(old[-1]) ^ 1), 1))
         assert file.read_text() != whole
-        fact = "manifest.json is not as it was written"
+        fact = "manifest.json has changed since it was written"
         refuses(lambda: jfsdp.checkpoint.restore(file.parent, like=state_of(1)), fact, error=DamagedError)
         with pytest.warns(UserWarning, match="Falling back to step 2"):
             assert int(run.restore(state_of(1), fall_back=True)[0].step) == 2

@@ -75,7 +75,9 @@ def test_damage_is_named_and_arrays_are_not_read_then(values, tmp_path):
     path = write(tmp_path / "a", values)
     file = max((path / ARRAYS / "params").rglob("d/*"), key=lambda file: file.stat().st_size)
     file.write_bytes(file.read_bytes() + b"x")
-    assert verify(path).problems == (f"{file.relative_to(path)} is not as it was written (its SHA-256 differs)",)
+    assert verify(path).problems == (
+        f"{file.relative_to(path)} has changed since it was written (its SHA-256 differs)",
+    )
     (path / SUMS).unlink()
     assert f"{SUMS} is missing" in verify(path).problems[0]
 

@@ -119,7 +119,7 @@ def test_inspect_does_not_believe_a_damaged_manifest(content, call, run, tmp_pat
     (damaged / "manifest.json").write_text(content)
     for options in ([], ["--json"]):
         out, err = call("inspect", damaged, *options, status=4)
-        assert out == "" and "manifest.json is not as it was written" in err
+        assert out == "" and "manifest.json has changed since it was written" in err
     rows = json.loads(call("inspect", tmp_path / "run", "--json", status=4).out)
     first, second, third = (row["problem"] for row in rows)
     assert first is third is None and "manifest.json" in second

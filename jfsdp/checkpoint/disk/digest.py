@@ -65,7 +65,7 @@ def read_digests(path: Path) -> Digests:
     except ValueError:
         lines, mark, digest = "", "", ""
     if not mark or digest != f"{_digest(lines)}\n":
-        raise damaged(path, f"{SUMS} is not as it was written")
+        raise damaged(path, f"{SUMS} has changed since it was written")
     digests = {name: digest for digest, name in (line.split("  ", 1) for line in lines.splitlines())}
     for name in digests:
         inside(path, name)
@@ -100,7 +100,7 @@ def find_damage(
             reason = "cannot be read" if (path / name).exists() else "is missing"
             problems.append(f"{name} {reason}")
         elif digest != digests[name]:
-            problems.append(f"{name} is not as it was written (its SHA-256 differs)")
+            problems.append(f"{name} has changed since it was written (its SHA-256 differs)")
     return problems
 
 

@@ -37,9 +37,11 @@ class Merged:
 
     def __init__(self, base: Source, adapter: PeftAdapter, *, sign: int = 1):
         if sign < 0 and adapter.is_dora:
-            raise ValueError(f"{adapter.path}: is a DoRA, which cannot be subtracted: the norms before are unknown")
+            raise ValueError(f"{adapter.path}: is a DoRA, which cannot be subtracted; use the original base")
         if sign < 0 and adapter.saved():
-            raise ValueError(f"{adapter.path}: has {adapter.saved()[0]} whole; its values before are unknown")
+            raise ValueError(
+                f"{adapter.path}: has {adapter.saved()[0]} whole, which cannot be subtracted; use the original base"
+            )
         has_head = HEAD in base.arrays
         embedding = next((name for name in EMBEDDINGS if _name_in(base, name) in base.arrays), None)
         tables = [name for name in adapter.saved() if len(adapter.source.arrays[PREFIX + name].shape) > 1]

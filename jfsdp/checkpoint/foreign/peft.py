@@ -225,7 +225,7 @@ def _config(
     rank = collections.Counter(one.rank for one in ones).most_common(1)[0][0]
     alpha = collections.Counter(one.alpha for one in ones).most_common(1)[0][0]
     if len({(one.rslora, one.has_magnitude, one.dropout) for one in ones}) > 1:
-        raise ValueError("PEFT has one use_rslora, use_dora and lora_dropout per adapter; these LoRAs differ in them")
+        raise ValueError("PEFT has one use_rslora, use_dora and lora_dropout per adapter; make them equal in all LoRAs")
     rules = {path: rule for rule in names.rules for path in adapters if _fits(rule, path)}
     plain = {not (*rule, "")[2] for rule in rules.values()}  # [in, out] in the checkpoint too, as in GPT-2's Conv1D
     if len(plain) > 1:

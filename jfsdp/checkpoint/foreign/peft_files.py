@@ -179,7 +179,7 @@ def _check_arrays(adapter: PeftAdapter) -> None:
             continue
         raise ValueError(f"{adapter.path}: {name} is not supported: {_unknown(name)}")
     if not adapter.source.arrays:
-        raise ValueError(f"{adapter.path}: {WEIGHTS} has no {PARTS[A]} of any weight; is it another kind of adapter?")
+        raise ValueError(f"{adapter.path}: {WEIGHTS} has no {PARTS[A]} of any weight; pass a LoRA adapter")
 
 
 def _unknown(name: str) -> str:

@@ -245,7 +245,7 @@ def test_what_is_no_adapter_and_missing_and_unknown_arrays_are_refused_by_name(g
     for changed, facts in (
         ({other: value for other, value in arrays.items() if other != name}, [name, "missing"]),
         (arrays | {"base_model.model.lm_head.weight": arrays[name]}, ["lm_head.weight", "save_embedding_layers=False"]),
-        ({}, ["another kind of adapter"]),
+        ({}, ["pass a LoRA adapter"]),
     ):
         rewrite(given[1], changed)
         refuses(lambda: open_peft(given[1]), *facts)
