@@ -1,4 +1,4 @@
-"""The command line: argument parsing and printing only."""
+"""Command line: argument parsing and printing only."""
 
 import sys
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from jfsdp.extras import MissingExtra, need
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status."""
+    """Run a command line and return its exit status."""
     try:
         need("cli")
     except MissingExtra as error:

@@ -1,4 +1,4 @@
-"""`jfsdp audit`: whether a compiled step does what its layout says, read from the program that XLA made."""
+"""`jfsdp audit`: compare a compiled step with its layout."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from jfsdp.trainer.options import Count, Real, StepOptions, as_options, optional
 
 @dataclasses.dataclass(frozen=True)
 class AuditProgram(StepOptions):
-    """Compare a saved program with the job it was compiled from: bytes and dtypes sent, replication, overlap.
+    """Compare a saved program with its job: bytes and dtypes sent, replication, overlap.
 
-    FILE is scheduled HLO as text: from `jfsdp plan --dump-hlo FILE`, from XLA's own dump, or
-    `step.lower(...).compile().as_text()`. The other options are those that it was compiled with. Exit status: 0 nothing
-    found, 4 something is, 2 bad arguments.
+    FILE is scheduled HLO as text, from `jfsdp plan --dump-hlo FILE`, XLA's dump, or
+    `step.lower(...).compile().as_text()`. Pass the options that it was compiled with. Exit status: 0 no findings, 4
+    findings, 2 bad arguments.
     """
 
     hlo: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="FILE")]] = ""
-    """The scheduled HLO; `jfsdp plan --dump-hlo FILE` writes one."""
+    """Scheduled HLO; `jfsdp plan --dump-hlo FILE` writes it."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.toml")] = option("none", "most used")
-    """A recipe of scripts/train.py as defaults, which any other option overrides."""
+    """Recipe of scripts/train.py with defaults. Other options override them."""
     gpus_per_node: Count = option(8, "audit", least=1)
-    """GPUs of each machine; tells which bytes cross machines."""
+    """GPUs per node, to report which bytes cross nodes."""
     tolerance: Real = option(0.01, "audit", least=0)
-    """The share of theory's bytes by which the program may exceed them."""
+    """Fraction by which the program may exceed theory's bytes."""
     min_overlap: Annotated[float | None, optional(float, "SHARE")] = option(None, "audit", least=0)
-    """The least share of the bytes in loops that must have a matmul behind them; without any, none is shown."""
+    """Least fraction of the bytes in loops that must overlap with a matmul. A program without such bytes fails too.
+    none: not checked."""
     json: bool = option(False, "audit")
     """Print JSON."""
 
@@ -42,7 +43,7 @@ class AuditProgram(StepOptions):
         from jfsdp.plan.traffic.audit import audit, read_module
 
         if not self.hlo:
-            raise ValueError("name the program: jfsdp audit FILE")
+            raise ValueError("no program is given; run jfsdp audit FILE")
         module = read_module(Path(self.hlo).expanduser())
         planned = shard_planned(self, num_devices=module.num_partitions or 1)
         spec, has_axes = planned.step.resolve(planned.batch), planned.model.layout.num_shards(MODEL_AXES) > 1
@@ -60,5 +61,5 @@ class AuditProgram(StepOptions):
         if self.json:
             print(json.dumps(program | report.to_dict(), indent=2))
         else:
-            make_console().print(f"by these options the program is {spec.program}: {reason}\n{report}")
+            make_console().print(f"with these options the program is {spec.program}: {reason}\n{report}")
         return 0 if report.is_ok else BROKEN

@@ -1,4 +1,4 @@
-"""`jfsdp checkpoint`: what is in a checkpoint, whether it is whole, how two differ, and which of a run to keep."""
+"""`jfsdp checkpoint`: inspect, verify, compare, convert and prune checkpoints."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _OfRun = Annotated[str, tyro.conf.arg(metavar="PATH", help="The directory of a r
 
 @dataclasses.dataclass(frozen=True)
 class Inspect:
-    """Print what checkpoints hold: arrays with shapes and dtypes, bytes, step, layout, configuration.
+    """Print the contents of checkpoints: arrays with shapes and dtypes, bytes, step, layout, configuration.
 
-    PATH is a checkpoint, or the directory of a run, whose steps are listed. Exit status: 0; 4 where what says so is
-    damaged (`verify` reads the arrays too), 2 there is no checkpoint.
+    PATH is a checkpoint, or the directory of a run, whose steps are listed. Exit status: 0; 4 for damaged metadata
+    (`verify` reads the arrays too), 2 no checkpoint.
     """
 
     path: tyro.conf.Positional[_Path]
@@ -51,19 +51,19 @@ class Inspect:
         paths = find_checkpoints(self.path)
         if len(paths) > 1:
             rows = [_row(path) for path in paths]
-            print(json.dumps(_with_words(rows), indent=1)) if self.json else _print_steps(rows)
+            print(json.dumps(_as_json(rows), indent=1)) if self.json else _print_steps(rows)
             return BROKEN if any(row["problem"] for row in rows) else 0
         found = _describe(paths[0])
-        print(json.dumps(_with_words(found), indent=1)) if self.json else _print_checkpoint(found)
+        print(json.dumps(_as_json(found), indent=1)) if self.json else _print_checkpoint(found)
         return 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Verify:
-    """Check that checkpoints are as they were written: digests, completeness, every chunk, finite numbers.
+    """Check the integrity of checkpoints: digests, completeness, every chunk, finite numbers.
 
-    PATH is a checkpoint, or the directory of a run, all of whose steps are checked. Exit status: 0 all is well, 4
-    something is not, 2 there is no checkpoint.
+    PATH is a checkpoint, or the directory of a run, of which all steps are checked. Exit status: 0 no problems, 4
+    problems, 2 no checkpoint.
     """
 
     path: tyro.conf.Positional[_Path]
@@ -87,10 +87,10 @@ class Verify:
 class Diff:
     """Compare two checkpoints: names, shapes, dtypes, and the largest differences. Stacked and listed layers match.
 
-    Two directories of safetensors will do, or two adapters of PEFT's. What is read is compared; digests are not: that
-    is `jfsdp checkpoint verify`.
+    A and B may also be directories of safetensors, or PEFT adapters. Digests are not checked: use `jfsdp checkpoint
+    verify`.
 
-    Of a run the newest step is taken. Exit status: 0 nothing differs, 4 something does, 2 there is no checkpoint.
+    For a run, the newest step is compared. Exit status: 0 no differences, 4 differences, 2 no checkpoint.
     """
 
     first: tyro.conf.Positional[
@@ -98,7 +98,7 @@ class Diff:
     ]
     second: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="B", help="The other one.")]]
     only: Globs = ()
-    """Compare arrays whose names match these globs, or a name above them, such as params."""
+    """Compare only arrays whose name matches one of these globs, or a prefix such as params."""
     json: bool = False
     """Print JSON."""
 
@@ -110,7 +110,7 @@ class Diff:
         with progress_of(self.json, "comparing", 2 * STREAM_BYTES + 24 * PIECE_BYTES, total) as progress:
             found = diff(*(Watched(source, progress) for source in sources))
         if self.json:
-            print(json.dumps(_with_words(dataclasses.asdict(found)), indent=1))
+            print(json.dumps(_as_json(dataclasses.asdict(found)), indent=1))
         else:
             _print_differences(found)
         return 0 if found.is_empty else BROKEN
@@ -118,22 +118,21 @@ class Diff:
 
 @dataclasses.dataclass(frozen=True)
 class Prune(Options):
-    """Delete checkpoints of a run, but for the newest, and what the other options keep.
+    """Delete checkpoints of a run, except the newest and those that the other options keep.
 
-    What is left out is as the run was told. A run that is being written to is left alone. Exit status: 0; 2 where PATH
-    is no run, or is in use.
+    Missing options have the run's values. A run that is being written is not changed. Exit status: 0; 2 if PATH is not
+    a run, or is in use.
     """
 
     path: tyro.conf.Positional[_OfRun]
     keep: Number = option(None, least=1)
-    """How many of the newest to keep. none: as the run was told; 3 of checkpoints that the script did not write."""
+    """Number of newest checkpoints to keep. none: the run's value, or 3 if the script did not write the checkpoints."""
     keep_every: Number = option(None, least=0)
-    """Keep every step that is a multiple of this. none: as the run was told; 0: no such step."""
+    """Keep every step that is a multiple of N. none: the run's value. 0: no such step."""
     keep_best: Annotated[str | None, optional(str, "METRIC[:min|max[:N]]|off")] = None
-    """Keep the best by a metric that was saved with them, such as eval_loss, or eval_correct:max:2. none: as the run
-    was told; off: none for a metric."""
+    """Keep the best by a saved metric, such as eval_loss or eval_correct:max:2. none: the run's value. off: do not."""
     dry_run: bool = False
-    """Say what would be deleted, and delete nothing."""
+    """Print the steps to delete without deleting them."""
     json: bool = False
     """Print JSON."""
 
@@ -143,8 +142,8 @@ class Prune(Options):
         paths = find_checkpoints(self.path)
         if not paths[-1].name.isdigit() or str(paths[-1]) == str(Path(self.path).expanduser().absolute()):
             raise ValueError(f"checkpoint {self.path}: is one checkpoint; prune takes the directory of a run")
-        told = {"keep": 3, **read_config(paths[-1].parents[1]).get("config", {})}
-        rules = {name: told.get(name) for name in ("keep", "keep_every", "keep_best")}
+        stored = {"keep": 3, **read_config(paths[-1].parents[1]).get("config", {})}
+        rules = {name: stored.get(name) for name in ("keep", "keep_every", "keep_best")}
         rules |= {name: value for name in rules if (value := getattr(self, name)) is not None}
         if rules["keep_best"] == "off":
             rules["keep_best"] = None
@@ -168,15 +167,15 @@ CHECKPOINT_COMMANDS = {kind.__name__.lower(): kind for kind in _COMMANDS}
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """Look into checkpoints, check, compare, convert, export and import them, and prune those of a run."""
+    """Inspect, verify, compare, convert, export, import and prune checkpoints."""
 
 
-def _with_words(value: Any) -> Any:
-    """Write what JSON has no number for as text."""
+def _as_json(value: Any) -> Any:
+    """Replace non-finite numbers, which JSON does not have, by text."""
     if isinstance(value, dict):
-        return {key: _with_words(item) for key, item in value.items()}
+        return {key: _as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_with_words(item) for item in value]
+        return [_as_json(item) for item in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -185,7 +184,7 @@ def _list(steps: list[int]) -> str:
 
 
 def _open(path: str) -> Any:
-    """Open a checkpoint of ours, an adapter of PEFT's, or weights of Hugging Face as a source."""
+    """Open a checkpoint, a PEFT adapter or Hugging Face weights as a source."""
     from jfsdp.checkpoint.foreign.pretrained import is_checkpoint
 
     place = Path(path).expanduser()
@@ -214,7 +213,7 @@ def _print_steps(rows: list[dict[str, Any]]) -> None:
 
 
 def _show_metrics(metrics: dict[str, float]) -> str:
-    """Show losses, accuracies and other metrics of a job; those of a run's speed are in --json."""
+    """Format losses, accuracies and other metrics of a job. Metrics of speed are only in --json."""
     hidden = re.compile(r".*_per_s.*|(data|host|step)_s|goodput|mfu.*|learning_rate|grad_norm|eval_(tokens|rows)")
     return ", ".join(f"{name} {value:.4g}" for name, value in metrics.items() if not hidden.fullmatch(name))
 
@@ -262,7 +261,7 @@ def _print_verified(results: dict[str, Any]) -> None:
     num = f"{len(results)} checkpoint{'s' * (len(results) > 1)}"
     print_verdict(console, not bad, "NOT OK" if bad else "OK", f"{bad} of {num}" if bad else num)
     for path, found in results.items():
-        state = "ok" if found.is_ok else "DAMAGED" if found.is_damaged else "whole, but NOT FINITE"
+        state = "ok" if found.is_ok else "DAMAGED" if found.is_damaged else "intact, but NOT FINITE"
         size = f"{found.num_arrays} arrays, {found.num_files} files, {found.num_bytes:,} bytes"
         console.print(f"{path}: {state}; {size}", soft_wrap=True)
         for line in [*found.problems, *(f"note: {remark}" for remark in found.remarks)]:

@@ -1,4 +1,4 @@
-"""`jfsdp`: the entry point and its subcommands."""
+"""Entry point of `jfsdp`, and its subcommands."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from jfsdp.trainer.options import ShardingOptions, StepOptions, describe_error
 from jfsdp.trainer.recipes import recipe_defaults
 from jfsdp.trainer.run.config import TrainConfig
 
-DESCRIPTION = """Fully Sharded Data Parallel for JAX: look before a run, and at what it saved.
+DESCRIPTION = """Fully Sharded Data Parallel for JAX: plan, launch and inspect runs.
 
-To train, use scripts/train.py of the repository, or `import jfsdp` in your own program (see the README).
+To train, use scripts/train.py of the repository, or `import jfsdp` in a program (see the README).
 `jfsdp COMMAND --help` lists the options of a command."""
 
 COMMANDS = {
@@ -55,7 +55,7 @@ COMMANDS_OF: dict[type, dict[str, Any]] = {Checkpoint: CHECKPOINT_COMMANDS, Data
 
 
 def find_command(args: Sequence[str]) -> tuple[str, Any, list[str]]:
-    """Return the name of the command that arguments begin with, its type or the table of its commands, and the rest."""
+    """Split arguments into a command's name, its type (or the table of its subcommands), and the remainder."""
     prog, kind, rest = "jfsdp", COMMANDS, list(args)
     while isinstance(kind, dict) and rest and rest[0] in kind:
         prog, kind, rest = f"{prog} {rest[0]}", kind[rest[0]], rest[1:]
@@ -64,17 +64,17 @@ def find_command(args: Sequence[str]) -> tuple[str, Any, list[str]]:
 
 
 def parse(args: Sequence[str]) -> Any:
-    """Read a command line into one of a command's type.
+    """Parse a command line into an instance of the command's type.
 
     Raises:
-      ValueError: for an option that the command does not have, or a recipe that cannot be had.
+      ValueError: for an unknown option, and for a recipe that cannot be read.
     """
     prog, kind, rest = find_command(args)
     if isinstance(kind, dict):
         listed = [_listed(name, one) for name, one in kind.items()]
         owner = next((inspect.getdoc(one) for one, table in COMMANDS_OF.items() if table is kind), None)
         description = DESCRIPTION if kind is COMMANDS else owner
-        # Of one command alone tyro would make no subcommand.
+        # tyro makes no subcommand if there is only one.
         listed = functools.reduce(operator.or_, listed) if len(listed) > 1 else tyro.conf.AvoidSubcommands[listed[0]]
         return tyro.cli(listed, prog=prog, args=rest, description=description, config=(tyro.conf.OmitArgPrefixes,))
     rest, command = split_command(rest) if kind is Launch else (rest, [])
@@ -88,16 +88,16 @@ def parse(args: Sequence[str]) -> Any:
 
 
 def _listed(name: str, kind: type) -> Any:
-    """Show of a command what its first line says."""
+    """Annotate a command with the first line of its docstring."""
     return Annotated[kind, tyro.conf.subcommand(name, description=(inspect.getdoc(kind) or "").split("\n")[0])]
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Run a subcommand; print errors of the user's making in one line.
+    """Run a subcommand. Prints errors that the user caused in one line.
 
-    Returns the exit status: 0; 1 where `doctor` found something wrong; 2 for bad arguments; 3 for a
-    plan that does not fit; 4 for a program that an audit found something in, a damaged checkpoint, or two that
-    differ; 130 for Ctrl-C.
+    Returns:
+      The exit status: 0; 1 for problems found by `doctor`; 2 for bad arguments; 3 for a plan that does not fit; 4 for
+      findings of an audit, a damaged checkpoint, or checkpoints that differ; 130 for Ctrl-C.
     """
     args = sys.argv[1:] if args is None else args
     if list(args) in (["--version"], ["-V"]):
@@ -113,21 +113,21 @@ def main(args: Sequence[str] | None = None) -> int:
         return 130
     except (ValueError, TypeError, OSError, RuntimeError, MemoryError) as error:
         if _is_full(error):
-            told = str(error).partition("\n")[0]
-            error = ValueError(f"the memory does not suffice for what was asked ({told}); ask for less at a time")
+            reason = str(error).partition("\n")[0]
+            error = ValueError(f"out of memory ({reason}); process less at a time")
         if (
             isinstance(error, TypeError)
             and traceback.extract_tb(error.__traceback__)[-1].filename != arguments.__file__
         ):
-            raise  # it is not the type of an argument that was refused, such as a field of a user's job
+            raise  # not the type of an argument, but an error of a user's job, for example
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
-        told = describe_error(error, ShardingOptions if isinstance(kind, dict) else kind)
-        print(f"jfsdp: error: {told}", file=sys.stderr)
+        message = describe_error(error, ShardingOptions if isinstance(kind, dict) else kind)
+        print(f"jfsdp: error: {message}", file=sys.stderr)
         return BROKEN if is_damage(error) else 2
 
 
 def _is_full(error: Exception) -> bool:
-    """Tell the errors of Python, and of XLA on a device and on a host, where memory does not suffice."""
+    """Return whether an error of Python or XLA means that device or host memory is exhausted."""
     by_xla = "RESOURCE_EXHAUSTED" in str(error) or "Out of memory" in str(error)
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and by_xla)

@@ -1,4 +1,4 @@
-"""`jfsdp data`: what a run would be trained on, as it is read."""
+"""`jfsdp data`: show training data as the trainer reads it."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from jfsdp.trainer.display import harmless
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Count, Location, Name
 
-_DATA = tyro.conf.arg(metavar="DATA", help="As --data of scripts/train.py: a file, a directory, a glob.")
+_DATA = tyro.conf.arg(metavar="DATA", help="As --data of scripts/train.py: file, directory or glob.")
 
 
 @dataclasses.dataclass(frozen=True)
 class Show(Options):
-    """Show documents and conversations as they are trained on: the trained tokens in colour, and the counts of all.
+    """Show documents and conversations with the trained tokens highlighted, and the counts of all records.
 
-    Where the output is no terminal, what is trained stands between [[ and ]]. All records are read and checked, as by
-    scripts/train.py at its start; exit status 2 for the first that cannot be trained on.
+    If the output is not a terminal, trained tokens are between [[ and ]]. All records are read and checked, as when
+    scripts/train.py starts. Exit status 2 for the first record that cannot be trained on.
     """
 
     data: tyro.conf.Positional[Annotated[str, _DATA]]
     tokenizer: Annotated[str, tyro.conf.arg(metavar="byte|PATH")] = "byte"
     """byte, or the path of a tokenizer.json or of its directory."""
     seq_len: Count = 2048
-    """Tokens of a row, at which examples are cut."""
+    """Tokens per row. Longer examples are truncated."""
     num: Annotated[Count, tyro.conf.arg(aliases=["-n"])] = option(3, least=0)
-    """How many to show, from the first on. 0: only the counts."""
+    """Number of examples to show. 0: only the counts."""
     start: Count = option(0, least=0)
-    """The first to show, counted from 0."""
+    """First example to show, counted from 0."""
     chat_template: Location = None
-    """A file with the jinja template of conversations, or one of the tokenizer's by name. none: the tokenizer's own."""
+    """File with the jinja template of conversations, or the name of one of the tokenizer's templates. none: the
+    tokenizer's template."""
     answers: Annotated[str, tyro.conf.arg(metavar="all|last")] = "all"
-    """Which of the assistant's messages in a conversation are trained."""
+    """Which of the assistant's messages in a conversation to train on."""
     eod_token: Name = None
-    """The token of a tokenizer.json that ends a document. none: a known one, or eos_token of its configuration."""
+    """Token of a tokenizer.json that ends a document. none: a well-known one, or eos_token of its configuration."""
     text_field: Name = None
-    """The field of a JSONL object that holds the text. none: what an object holds is found by looking."""
+    """Field of a JSONL object that contains the text. none: detected from the objects."""
     json: bool = False
-    """Print JSON: of each example its tokens, and of each token whether it is trained (1) or not."""
+    """Print JSON: the tokens of each example, and 1 or 0 for each trained or untrained token."""
 
     def run(self) -> int:
         need("train")
@@ -70,7 +71,7 @@ class Show(Options):
 
 
 def _examples(data: Any, index: int) -> list[tuple[Any, Any]]:
-    """Return tokens [n + 1] and whether each is trained, of each example of a document."""
+    """Return the tokens [n + 1] of each example of a document, and whether each is trained."""
     pairs = data.train[index]
     found = []
     for one in pairs if pairs.ndim == 3 else [pairs]:
@@ -86,16 +87,16 @@ def _print(place: str, tokenizer: Any, tokens: Any, trained: Any) -> None:
     text = Text()
     for run in np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(trained)) + 1):
         ids, is_trained = tokens[run], bool(trained[run[0]])
-        said = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids, special=True)
-        said = harmless(said)
-        marked = said if console.is_terminal or not is_trained else f"[[{said}]]"
+        decoded = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids, special=True)
+        decoded = harmless(decoded)
+        marked = decoded if console.is_terminal or not is_trained else f"[[{decoded}]]"
         text.append(marked, style="bold green" if is_trained else "dim")
     console.print(text, soft_wrap=True)
 
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Look at data as a run is trained on them."""
+    """Show training data as the trainer reads it."""
 
 
 DATA_COMMANDS = {"show": Show}

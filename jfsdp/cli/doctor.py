@@ -1,4 +1,4 @@
-"""`jfsdp doctor`: what of this installation and its settings would stop a run or slow it down."""
+"""`jfsdp doctor`: diagnose problems of this installation and its settings."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from jfsdp.trainer.parse import read_mesh
 class Doctor(Options):
     """Examine this machine: versions, devices, XLA flags, NCCL settings, limits of the host.
 
-    With --processes, examine a cluster as a run would use it: start it as the run, in every process, by srun or
-    `jfsdp launch --nproc 8 jfsdp doctor --processes`. It says who is on which host, whether versions and settings are
-    alike, by how much clocks differ, what is free on disks, and how an all-gather goes over each axis of the mesh.
+    With --processes, examine a cluster. Start it in every process, like the run, with srun or
+    `jfsdp launch --nproc 8 jfsdp doctor --processes`. It reports the processes on each host, differences of versions
+    and settings, clock differences, free disk space, and the speed of an all-gather over each mesh axis.
 
-    Exit status 0: nothing is wrong; 1: something is, with what to do about it. Notes do not count.
+    Exit status: 0 no problems, 1 problems, with remedies. Notes do not count.
     """
 
     json: bool = False
@@ -41,18 +41,18 @@ class Doctor(Options):
     processes: bool = False
     """Examine all processes of a run together."""
     run_dir: Location = None
-    """With --processes: a directory that all are to see. none: the working directory."""
+    """With --processes: directory that all processes must see. none: the working directory."""
     mesh: Annotated[tuple[tuple[str, int], ...] | None, optional(str, "AXIS=SIZE,...")] = option(None, read=read_mesh)
-    """With --processes: the axes to try, as for a run: replica=4,fsdp=8. none: fsdp over all devices."""
+    """With --processes: mesh axes to test, as for a run: replica=4,fsdp=8. none: fsdp over all devices."""
     timeout: Decimal = option(None, least=1)
-    """With --processes: seconds that each part may take, before all end and say which it was. none: 60."""
+    """With --processes: limit in seconds for each phase. If one exceeds it, all processes end and name it. none: 60."""
 
     def run(self) -> int:
         if self.processes:
             return self._run_processes()
         for name in ("run_dir", "mesh", "timeout"):
             if getattr(self, name) is not None:
-                raise ValueError(f"{spell(name)} goes with --processes: add that, or leave it out")
+                raise ValueError(f"{spell(name)} needs --processes: add it, or leave {spell(name)} out")
         machine = doctor.inspect_machine()
         findings = doctor.diagnose(machine)
         if self.json:
@@ -84,7 +84,7 @@ class Doctor(Options):
 
 @contextlib.contextmanager
 def _others_on_stderr() -> Iterator[None]:
-    """Send what libraries print to standard error: it is no part of the answer."""
+    """Redirect the output of libraries to stderr, to keep it out of the report."""
     sys.stdout.flush()
     out = os.dup(1)
     os.dup2(2, 1)

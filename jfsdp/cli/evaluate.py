@@ -1,4 +1,4 @@
-"""`jfsdp evaluate`: the loss of a trained model on data."""
+"""`jfsdp evaluate`: compute the loss of a trained model on data."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ _SEQ_LEN = 2048
 
 @dataclasses.dataclass(frozen=True)
 class Evaluate(OpenOptions):
-    """Print the loss of a model on data: of conversations and completions that of the answers' tokens alone.
+    """Print the loss of a model on data. For conversations and completions, only the answers' tokens count.
 
-    All documents count, each token once, without dropout. What is longer than a row is cut as for training, and the
-    first line says how much that is.
+    All documents are evaluated, each token once, without dropout. Longer documents than a row are truncated as in
+    training, and the first line reports how much.
     """
 
     data: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
-    """As --data of scripts/train.py; choices between two answers apart."""
+    """As --data of scripts/train.py, but without choices between two answers."""
     seq_len: Number = option(None, least=1)
-    """Tokens of a row. none: as the run had it, else 2048, or the model's if that is less."""
+    """Tokens per row. none: the run's value, else 2048, or the model's if that is less."""
     rows: Count = option(8, least=1)
-    """Rows of each data shard computed together."""
+    """Rows per data shard and batch."""
     answers: Annotated[str | None, optional(str, "all|last")] = None
-    """Which of the assistant's messages in a conversation count. none: as the run had it, or all."""
+    """Which of the assistant's messages in a conversation count. none: the run's value, or all."""
     text_field: Name = None
-    """The field of a JSONL object that holds the text. none: as the run had it, or found by looking."""
+    """Field of a JSONL object that contains the text. none: the run's value, or detected from the objects."""
     json: bool = False
-    """Print JSON: loss, weight (trained tokens), and what the loss reports besides, such as correct."""
+    """Print JSON: loss, weight (trained tokens), and other metrics of the loss, such as correct."""
 
     def run(self) -> int:
         need("train")
         if not self.data:
-            raise ValueError("give the data by --data PATH")
+            raise ValueError("no data is given; pass --data PATH")
         from jfsdp.trainer.run.evaluate import make_evaluator
 
         opened = self.open()
@@ -63,10 +63,12 @@ class Evaluate(OpenOptions):
             eval_fraction=0,
         )
         data = open_data(config, vocab_size=job.vocab_size)
-        given = ("chat_template", "answers", "text_field")
-        data.check_used([name for name in given if getattr(self, name) is not None])  # the run's may be of other data
+        given = ("chat_template", "answers", "text_field")  # the run's values may be for other data
+        data.check_used([name for name in given if getattr(self, name) is not None])
         if data.form == "pairs":
-            raise ValueError(f"--data {self.data}: are choices between two answers; a run with --preference shows them")
+            raise ValueError(
+                f"--data {self.data}: contains choices between two answers; evaluate them in a run with --preference"
+            )
         print(f"{opened.description}; {data.found}", file=sys.stderr)
         rows = self.rows * num_data_shards(dict(model.layout.mesh_sizes))
 

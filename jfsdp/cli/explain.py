@@ -1,4 +1,4 @@
-"""`jfsdp explain`: the layout of a job on a mesh, in words or as JSON."""
+"""`jfsdp explain`: print the layout of a job on a mesh, as text or JSON."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Explain(ShardingOptions):
-    """Print how a mesh splits each parameter of a model, and the size of its state per device.
+    """Print the sharding of each parameter of a model, and the size of its state per device.
 
-    Needs no devices and no memory: a 405B model on 1024 GPUs takes seconds. The options are those of scripts/train.py.
+    Uses no devices and little memory: a 405B model on 1024 GPUs takes seconds. Takes options of scripts/train.py.
     """
 
     mesh: Mesh = option((("fsdp", 8),), "most used", read=read_mesh)
-    """How many devices each axis has: replica, fsdp, tensor.
-    fsdp shards what --strategy says; replica replicates it."""
+    """Number of devices of each mesh axis: replica, fsdp, tensor.
+    fsdp shards the state according to --strategy; replica replicates it."""
     wide: bool = option(False, "output")
-    """Add a table with all that is known of each leaf: unit, stages, bytes, and the reason of its split."""
+    """Add a table of leaves with unit, stages, bytes, and the reason for the sharding."""
     json: bool = option(False, "output")
     """Print JSON."""
 
     def run(self) -> int:
-        with progress(quiet=self.json) as tell:
-            tell(f"tracing {self.model or self.factory} and its step")
+        with progress(quiet=self.json) as report:
+            report(f"tracing {self.model or self.factory} and its step")
             state, program = self._abstract()
         if self.json:
             from jfsdp.train.state_bytes import explain_to_dict
@@ -52,7 +52,7 @@ class Explain(ShardingOptions):
         return 0
 
     def _abstract(self) -> tuple[TrainState, dict[str, Any]]:
-        """Return the shapes of the state, and the program of the step with the reason."""
+        """Return the abstract state, and the step's program, its reason and warnings."""
         from jfsdp.trainer.step import make_batch
 
         job = load_job(self.model, self.factory).with_config(**dict(self.model_config))
@@ -64,9 +64,9 @@ class Explain(ShardingOptions):
         rows = num_data_shards(dict(model.layout.mesh_sizes)) * self.accumulate
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            spec = step.resolve(make_batch(job, rows, job.seq_len))  # refuses what training would refuse
-        told = [str(warning.message) for warning in found]
-        return state, {"program": spec.program, "reason": as_options(spec.reason), "warnings": told}
+            spec = step.resolve(make_batch(job, rows, job.seq_len))  # raises the errors of training
+        messages = [str(warning.message) for warning in found]
+        return state, {"program": spec.program, "reason": as_options(spec.reason), "warnings": messages}
 
 
 def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:

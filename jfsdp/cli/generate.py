@@ -1,4 +1,4 @@
-"""`jfsdp generate`: answers of a trained model."""
+"""`jfsdp generate`: generate text with a trained model."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from jfsdp.trainer.options import Count, Location, Number, optional
 
 @dataclasses.dataclass(frozen=True)
 class Generate(OpenOptions):
-    """Generate from the model of a run, or of a directory as Hugging Face has them: to see what was learned.
+    """Generate text with the model of a run or of a Hugging Face directory.
 
-    Prompts are computed together, with a cache of keys and values that is split like the model. This is no server:
-    the whole model is gathered unit by unit for every token, unless --mesh splits it over tensor alone.
+    Prompts are batched, with a KV cache that is sharded like the model. Not for serving: every token gathers the whole
+    model unit by unit, unless --mesh has only axis tensor.
     """
 
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="TEXT")] = ()
-    """What to go on from. May be repeated."""
+    """Text to continue. May be repeated."""
     data: Location = None
-    """A file of prompts: *.jsonl with prompt or messages, or a text with one in each line."""
+    """File of prompts: *.jsonl with prompt or messages, or text with a prompt per line."""
     chat: bool = False
-    """Take each --prompt for a user's message, and render it by the chat template."""
+    """Render each --prompt as a user's message with the chat template."""
     max_tokens: Count = option(128, least=1)
-    """Tokens of an answer at most."""
+    """Maximum tokens of an answer."""
     temperature: Annotated[float, tyro.conf.arg(metavar="X")] = 0.0
-    """How random answers are. 0: always the likeliest token."""
+    """Sampling temperature. 0: always the most likely token."""
     top_k: Number = None
-    """Draw among the N likeliest tokens. none: among all."""
+    """Sample among the N most likely tokens. none: all."""
     top_p: Annotated[float | None, optional(float, "X")] = None
-    """Draw among the likeliest tokens that together have this probability. none: among all."""
+    """Sample among the most likely tokens with this total probability. none: all."""
     seed: Count = 0
-    """Of the draws."""
+    """Seed of the sampling."""
     rows: Count = option(16, least=1)
-    """Prompts computed together."""
+    """Prompts per batch."""
     json: bool = False
-    """Print a line of JSON for each prompt: prompt, text, and the ids of the tokens."""
+    """Print a line of JSON for each prompt: prompt, text and token ids."""
 
     def run(self) -> int:
         need("train")
         if bool(self.prompt) == (self.data is not None):
-            raise ValueError("give prompts: either --prompt TEXT, which may be repeated, or --data FILE")
+            raise ValueError("pass prompts: either --prompt TEXT, which may be repeated, or --data FILE")
         from jfsdp.trainer.generate import Generator, Sampling
 
         sampling = Sampling(self.temperature, self.top_k, self.top_p, self.seed)
         prompts = self._prompts()
         if self.chat_template is not None and all(isinstance(prompt, str) for _, prompt, _ in prompts):
-            raise ValueError("--chat-template is for messages, and the prompts are texts; add --chat, or leave it out")
+            raise ValueError("--chat-template is for messages, but the prompts are texts; add --chat, or leave it out")
         opened = self.open()
         ends = (f"{opened.tokenizer.decode([one], special=True)!r} ({one})" for one in opened.stop)
         print(f"{opened.description}; answers end with {' or '.join(ends)}", file=sys.stderr)
@@ -70,30 +70,30 @@ class Generate(OpenOptions):
         return 0
 
     def _prompts(self) -> list[tuple[str, Any, Any]]:
-        """Return where each prompt stands, the prompt (a text, or messages up to the last to answer), and tools."""
+        """Return the source line, the prompt (a text, or messages without the final answers), and tools of each."""
         if self.data is None:
             as_chat = [[{"role": "user", "content": text}] for text in self.prompt]
             return [("--prompt", one, None) for one in (as_chat if self.chat else self.prompt)]
         if self.chat:
-            raise ValueError("--chat is for --prompt; the records of --data say themselves what they are")
+            raise ValueError("--chat is for --prompt; records of --data are texts or messages; leave --chat out")
         path = Path(self.data).expanduser()
         found = []
         try:
             lines = path.read_text(encoding="utf-8").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"--data {self.data}: cannot be read ({error}); name a file of prompts") from error
+            raise ValueError(f"--data {self.data}: cannot be read ({error}); pass a file of prompts") from error
         for number, line in enumerate(lines, 1):
             if line.strip():
                 place = f"{path}, line {number}"
                 is_json = path.suffix in (".jsonl", ".ndjson")
                 found.append((place, *(_record(line, place) if is_json else (line.rstrip("\r"), None))))
         if not found:
-            raise ValueError(f"--data {self.data}: holds no prompt; write one in each line")
+            raise ValueError(f"--data {self.data}: contains no prompt; write one in each line")
         return found
 
     def _encode(self, opened: Any, place: str, prompt: Any, tools: Any) -> Any:
         if self.chat and opened.config.tokenizer == "byte":
-            raise ValueError("--chat: the byte tokenizer has no chat template; leave it out, or give --tokenizer PATH")
+            raise ValueError("--chat: the byte tokenizer has no chat template; leave it out, or pass --tokenizer PATH")
         try:
             return opened.prompts.encode_prompt(prompt, tools)
         except ValueError as error:
@@ -117,10 +117,10 @@ def _record(line: str, place: str) -> tuple[Any, Any]:
         raise ValueError(f"{place}: not JSON ({error}); write one JSON object per line") from error
     prompt = record.get("prompt", record.get("messages")) if isinstance(record, dict) else None
     if not isinstance(prompt, (str, list)) or not prompt:
-        raise ValueError(f"{place}: has neither a prompt nor messages; write what is to be answered in one of these")
+        raise ValueError(f"{place}: has neither prompt nor messages; add one of these fields")
     if isinstance(prompt, list):
         while prompt and isinstance(prompt[-1], dict) and prompt[-1].get("role") == "assistant":
-            prompt = prompt[:-1]  # what a model is to write anew
+            prompt = prompt[:-1]  # the model generates the final answer again
         if not prompt:
-            raise ValueError(f"{place}: holds nothing but answers; write what is to be answered before them")
+            raise ValueError(f"{place}: contains only answers; add a user's message before them")
     return prompt, record.get("tools")

@@ -1,4 +1,4 @@
-"""`jfsdp launch`: the processes of a run on this host, as torchrun starts them for PyTorch."""
+"""`jfsdp launch`: start the processes of a run on this host, like torchrun."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ from jfsdp.trainer.options import Count, Name, Number, Real, optional
 
 @dataclasses.dataclass(frozen=True)
 class Launch(Options):
-    """Start the processes of a run on this host, end all when one fails, and start them again.
+    """Start the processes of a run on this host. If one fails, end all, and restart them.
 
     jfsdp launch [OPTIONS] script.py ARGUMENTS
 
-    The script joins them by jfsdp.launch.initialize(), which scripts/train.py calls. That one goes on from its last
-    checkpoint when it is started again; give it --run-dir and --resume auto, so that it does under a new launcher too.
-    On several hosts start one on each, by srun (one task per host), or with --nnodes, --node-rank and --rendezvous.
-    The exit status is the status of the first process of this host that failed.
+    The script must call jfsdp.launch.initialize(), as scripts/train.py does. After a restart, scripts/train.py
+    continues from its last checkpoint; pass --run-dir and --resume auto so that it also does with a new launcher. On
+    several hosts, start a launcher on each, with srun (one task per host), or with --nnodes, --node-rank and
+    --rendezvous. The exit status is that of this host's first failed process.
     """
 
     nproc: Count = option(1, least=1)
     """Processes on this host: one per GPU, or one for all of its GPUs."""
     nnodes: Number = option(None, least=1)
-    """How many hosts. none: as Slurm says, else one."""
+    """Number of hosts. none: from Slurm, else one."""
     node_rank: Number = option(None, least=0)
-    """Which of them this is, from 0. none: as Slurm says."""
+    """Rank of this host, from 0. none: from Slurm."""
     rendezvous: Annotated[str | None, optional(str, "HOST:PORT")] = None
-    """Host 0 and a port that is free there. none: as Slurm says; alone, any free port."""
+    """Host 0, and a free port there. none: from Slurm; on one host, any free port."""
     devices_per_proc: Count = option(0, least=0)
-    """Simulated CPU devices of each process. 0: the real devices."""
+    """Simulated CPU devices per process. 0: the real devices."""
     max_restarts: Count = option(0, least=0)
-    """How often all are started again after one has failed."""
+    """Number of restarts after a failure."""
     min_nproc: Number = option(None, least=1)
-    """So many processes, of all hosts together, are enough to go on, where others do not come back. none: all."""
+    """Minimum processes of all hosts together, to continue if others do not come back. none: all."""
     join_timeout: Real = option(300.0, least=1)
-    """Seconds that processes wait for each other at their start."""
+    """Seconds that processes wait for each other when they start."""
     grace: Real = option(30.0, least=0)
-    """Seconds that the others have to end by themselves, once one has failed."""
+    """Seconds for the other processes to end after a failure, before they are killed."""
     log_dir: Name = None
-    """Where ATTEMPT/RANK.log are written. none: logs/launch-DATE-TIME."""
+    """Directory of ATTEMPT/RANK.log. none: logs/launch-DATE-TIME."""
     command: tyro.conf.Suppress[tuple[str, ...]] = ()
 
     def run(self) -> int:
         if not self.command:
-            raise ValueError("no script is named: jfsdp launch --nproc 8 script.py ARGUMENTS")
+            raise ValueError("no script is given; run jfsdp launch --nproc 8 script.py ARGUMENTS")
         program = [sys.executable, "-u"] if self.command[0].endswith(".py") else []
         if program and not Path(self.command[0]).is_file():
-            raise ValueError(f"script {self.command[0]!r} is no file; name one that is there")
+            raise ValueError(f"script {self.command[0]!r} is not a file; pass the path of a script")
         environment = dict(os.environ)
         if self.devices_per_proc:
             count = {"xla_force_host_platform_device_count": str(self.devices_per_proc)}
@@ -67,7 +67,7 @@ class Launch(Options):
         hosts = self._hosts()
         most = hosts.num_nodes * self.nproc
         if (self.min_nproc or 0) > most:
-            raise ValueError(f"--min-nproc {self.min_nproc} must be at most all processes, {most}")
+            raise ValueError(f"--min-nproc {self.min_nproc} must be at most the number of all processes, {most}")
         directory = Path(self.log_dir or time.strftime("logs/launch-%Y%m%d-%H%M%S"))
         supervisor = Supervisor(
             [*program, *self.command],
@@ -89,7 +89,7 @@ class Launch(Options):
         return supervisor.run()
 
     def _hosts(self) -> Hosts:
-        """Return where this host stands, by the options or as Slurm and others say."""
+        """Return the hosts from the options, else from the environment (Slurm and others), else this host."""
         given = (self.nnodes, self.node_rank, self.rendezvous)
         if any(value is not None for value in given):
             if (self.nnodes or 1) > 1 and None in given:
@@ -107,7 +107,7 @@ class Launch(Options):
 
 
 def split_command(args: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options of `jfsdp launch`, and the script with its own arguments after them."""
+    """Split arguments into the options of `jfsdp launch`, and the script with its arguments."""
     takes_value = False
     for place, arg in enumerate(args):
         if arg == "--":

@@ -1,4 +1,4 @@
-"""The options of commands that open a trained model: which one, and how it is computed."""
+"""Options of commands that open a trained model."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ _MODEL = tyro.conf.arg(metavar="RUN|HF_DIR", help="A run of scripts/train.py, or
 
 @dataclasses.dataclass(frozen=True)
 class OpenOptions(Options):
-    """A run or a directory of Hugging Face, and what to open it with."""
+    """A run or a Hugging Face directory, and options to open it."""
 
     path: tyro.conf.Positional[Annotated[str, _MODEL]]
     adapter: Location = None
-    """An adapter of PEFT's, a directory."""
+    """Directory of a PEFT adapter."""
     mesh: Mesh = option((("fsdp", -1),), read=read_mesh)
-    """fsdp=8, or tensor=4,fsdp=2. -1 takes the rest."""
+    """Number of devices of each mesh axis: fsdp=8, or tensor=4,fsdp=2. -1 takes the rest."""
     param_dtype: Annotated[str, tyro.conf.arg(metavar="DTYPE")] = "bfloat16"
-    """Of weights, cache and compute: bfloat16, float16 or float32."""
+    """Dtype of weights, cache and compute: bfloat16, float16 or float32."""
     model: Name = None
-    """The job that computes weights of Hugging Face. none: the first that can."""
+    """Model for Hugging Face weights. none: the first that fits."""
     step: Annotated[str, tyro.conf.arg(metavar="auto|STEP")] = "auto"
-    """The checkpoint of a run. auto: the newest."""
+    """Checkpoint of a run. auto: the newest."""
     tokenizer: Annotated[str | None, optional(str, "byte|PATH")] = None
-    """none: that of the run, or of the directory."""
+    """byte, or the path of a tokenizer.json or of its directory. none: the tokenizer of the run or of the directory."""
     eod_token: Name = None
-    """The token of a tokenizer.json that ends a document. none: as the run had it with its tokenizer, or found."""
+    """Token of a tokenizer.json that ends a document. none: the run's, with its tokenizer, or detected."""
     chat_template: Location = None
-    """A file with the jinja template of conversations, or one of the tokenizer's by name. none: the tokenizer's own."""
+    """File with the jinja template of conversations, or the name of one of the tokenizer's templates. none: the
+    tokenizer's template."""
 
     def open(self) -> LoadedModel:
         """Open the model.

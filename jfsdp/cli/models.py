@@ -1,4 +1,4 @@
-"""`jfsdp models`: which jobs installed packages offer."""
+"""`jfsdp models`: list the models of installed packages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jfsdp.trainer.job import find_job, job_names
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """List the models that installed packages offer by name (entry-point group jfsdp.jobs)."""
+    """List the models that installed packages provide (entry-point group jfsdp.jobs)."""
 
     json: bool = False
     """Print JSON."""
@@ -26,7 +26,7 @@ class Models:
             try:
                 job = find_job(name)
                 count = sum(math.prod(x.shape) for x in as_model(job.model).params.values())
-            except Exception as error:  # of another package
+            except Exception as error:  # from any package
                 print(f"warning: {name} cannot be loaded: {type(error).__name__}: {error}", file=sys.stderr)
                 continue
             row = {"model": name, "parameters": count, "seq_len": job.seq_len, "vocab_size": job.vocab_size}
@@ -39,5 +39,5 @@ class Models:
         for row in rows:
             name, *sizes, is_read = row.values()
             table.add_row(name, *(f"{size:,}" if size else "-" for size in sizes), "yes" if is_read else "no")
-        make_console().print(table if rows else "no installed package offers a model; use --factory module:function")
+        make_console().print(table if rows else "no installed package provides a model; use --factory module:function")
         return 0

@@ -1,4 +1,4 @@
-"""`jfsdp plan`: what training a job would do on a cluster, before it is rented."""
+"""`jfsdp plan`: predict memory, communication and time of training on a cluster."""
 
 from __future__ import annotations
 
@@ -24,55 +24,55 @@ from jfsdp.trainer.options import Count, File, Real, StepOptions, optional
 from jfsdp.trainer.recipes import read_recipe, write_recipe
 from jfsdp.trainer.run.config import TrainConfig
 
-FITS_NOT = 3
+DOES_NOT_FIT = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanJob(StepOptions):
-    """Say what training would do on GPUs that are not here: does it fit, what is sent, how long a step takes.
+    """Predict memory, communication and time of training on a cluster, without its GPUs.
 
-    Compiles the training step with the real XLA for them, which needs none. Takes the options of scripts/train.py that
-    decide the step. Exit status: 0 fits, 3 does not fit, 2 bad arguments, 1 failure.
+    Compiles the training step with XLA for the cluster's GPUs. Takes the options of scripts/train.py that affect the
+    step. Exit status: 0 fits, 3 does not fit, 2 bad arguments, 1 failure.
     """
 
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.toml")] = option("none", "most used")
-    """A recipe of scripts/train.py as defaults, which any other option overrides."""
+    """Recipe of scripts/train.py with defaults. Other options override them."""
     gpu: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.toml")] = option("h100", "cluster")
-    """The GPU, such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all.
-    A file describes one that is not among them (docs/plan.md)."""
+    """GPU, such as h100, h200, a100-80, b200, gb200, l40s, rtx4090; an unknown name lists them all.
+    A file describes another GPU (docs/plan.md)."""
     nodes: Count = option(1, "cluster", least=1)
-    """How many machines."""
+    """Number of nodes."""
     gpus_per_node: Count = option(0, "cluster")
-    """GPUs of each machine. 0: what is usual for this GPU."""
+    """GPUs per node. 0: the usual number for this GPU."""
     network: Real = option(0.0, "cluster", least=0)
-    """GB/s of a GPU's share of its machine's network adapters, one way. 0: what is usual for this GPU."""
+    """Network bandwidth per GPU in GB/s, in one direction. 0: the usual value for this GPU."""
     reserve: Real = option(RESERVE_BYTES / GIB, "cluster", least=0)
-    """GiB of a GPU that the step must leave to others: CUDA, NCCL, the allocator."""
+    """GiB of a GPU that the step must leave free, for CUDA, NCCL and the allocator."""
     documents_per_row: Count = option(1, "cluster", least=1)
-    """How many documents of equal length a row of tokens is taken to hold: for seconds alone. 1: the most attention."""
+    """Assumed documents per row of tokens, of equal length. Affects only seconds. 1: the most attention."""
     inference: bool = option(False, "cluster")
-    """Plan `jfsdp generate` in place of training: weights and cache for --batch-per-device rows of --seq-len tokens."""
+    """Plan `jfsdp generate` instead of training: weights and cache for --batch-per-device rows of --seq-len tokens."""
     tokens: Real = option(0.0, "training")
-    """Also estimate the training on this many tokens (rows, if the model has no tokens): 1e12. 0: do not."""
+    """Also estimate training on this many tokens (rows, if the model has no tokens), such as 1e12. 0: do not."""
     checkpoint_every: Count = option(200, "training", least=0)
     """With --tokens: steps between checkpoints."""
     checkpoint_bandwidth: Real = option(2.0, "training", least=0.001)
-    """With --tokens: GB/s at which one node writes a checkpoint. The default is assumed; measure yours."""
+    """With --tokens: GB/s at which a node writes checkpoints. The default is an assumption; measure your storage."""
     verbose: bool = option(False, "output")
     """Also print the largest buffers, the communication of each unit, and XLA's options."""
     dump_hlo: File = option(None, "output")
-    """Write the scheduled HLO there; `jfsdp audit` reads it."""
+    """File for the scheduled HLO, for `jfsdp audit`."""
     timeline: File = option(None, "output")
-    """Draw when the step computes, sends and waits, as PNG or SVG."""
+    """File for a chart of compute, communication and waits, as PNG or SVG."""
     search: bool = option(False, "search")
-    """Also change strategy, mesh, remat, batch and XLA's options, to find what fits and is predicted fastest."""
+    """Also vary strategy, mesh, remat, batch and XLA's options, to find the fastest that fits."""
     budget: Real = option(900.0, "search", least=0)
-    """Seconds that --search may take."""
+    """Limit of --search in seconds."""
     write_recipe: Annotated[str | None, optional(str, "FILE.toml")] = option(None, "output")
-    """Write the options as a recipe for scripts/train.py; with --search those of the fastest that fits. FILE.json
-    writes JSON."""
+    """Write the options as a recipe for scripts/train.py; with --search, the fastest options that fit. FILE.json is
+    written as JSON."""
     analytic: bool = option(False, "output")
-    """Do not compile: state, bytes by formula and a roofline only. Works without a compiler."""
+    """Do not compile: print only the state, bytes by formula and a roofline."""
     json: bool = option(False, "output")
     """Print JSON: bytes per device, seconds per step."""
 
@@ -91,26 +91,30 @@ class PlanJob(StepOptions):
             cluster, reserve_bytes=reserve_bytes, documents_per_row=self.documents_per_row
         )
 
-    def _tell(self, found: dict[str, Any], show: Callable[[], None], *, fits: bool) -> int:
-        """Print what was found, as JSON or in words; return the exit status."""
+    def _print(self, found: dict[str, Any], show: Callable[[], None], *, fits: bool) -> int:
+        """Print the result as JSON or text; return the exit status."""
         print(json.dumps(found, indent=2)) if self.json else show()
-        return 0 if fits else FITS_NOT
+        return 0 if fits else DOES_NOT_FIT
 
     def _check_options(self) -> None:
-        """Refuse options that contradict each other, and files that cannot be written, before anything takes time."""
+        """Check that options do not conflict and that files can be written, before any work.
+
+        Raises:
+          ValueError: naming the option or the file.
+        """
         of_program = "--dump-hlo" if self.dump_hlo else "--timeline" if self.timeline else ""
         refused = {
             f"--tokens {self.tokens}: must be a positive number, such as 1e12": not 0 <= self.tokens < math.inf,
-            "--write-recipe goes with a compiled plan: without --analytic and --inference": self.write_recipe
+            "--write-recipe needs a compiled plan of training: leave --analytic and --inference out": self.write_recipe
             and (self.analytic or self.inference),
-            "--tokens goes with a plan of one program: without --search, --analytic and --inference": self.tokens
+            "--tokens needs a plan of one program: leave --search, --analytic and --inference out": self.tokens
             and (self.search or self.analytic or self.inference),
-            "--search compiles, and --analytic does not; give one of them": self.search and self.analytic,
-            f"{of_program} goes with a plan of one program: without --search and --analytic": of_program
+            "--search compiles, but --analytic does not; pass one of them": self.search and self.analytic,
+            f"{of_program} needs a plan of one program: leave --search and --analytic out": of_program
             and (self.search or self.analytic),
-            "--inference is a plan by itself: without --search, --analytic, --dump-hlo and --timeline": self.inference
+            "--inference plans two programs: leave --search, --analytic, --dump-hlo and --timeline out": self.inference
             and (self.search or self.analytic or of_program),
-            "--preference, --accumulate and --documents-per-row are of training, not of --inference": self.inference
+            "--preference, --accumulate and --documents-per-row are for training: leave --inference out": self.inference
             and (self.preference or self.accumulate > 1 or self.documents_per_row > 1),
         }
         for message, is_refused in refused.items():
@@ -126,27 +130,27 @@ class PlanJob(StepOptions):
             if name and endings and path.suffix not in endings:
                 raise ValueError(f"{what} {name}: must end in {' or '.join(endings)}")
             if name and path.is_dir():
-                raise ValueError(f"{name}: is a directory; name a file in it")
+                raise ValueError(f"{what} {name}: is a directory; pass a file in it")
             if name and not path.parent.is_dir():
-                raise ValueError(f"{name}: there is no directory {str(Path(name).parent)!r}")
+                raise ValueError(f"{what} {name}: there is no directory {str(Path(name).parent)!r}; make it")
 
     def _plan(self, cluster: Cluster, **more: Any) -> int:
         from jfsdp.plan.advice import advise_job
         from jfsdp.plan.jobs import plan_job
         from jfsdp.plan.search.space import recipe_of
 
-        with progress(quiet=self.json) as tell:
-            plan = plan_job(self, cluster, **more, on_progress=tell)
-            tell("estimating other options")
+        with progress(quiet=self.json) as report:
+            plan = plan_job(self, cluster, **more, on_progress=report)
+            report("estimating other options")
             advice, note = [], ""
             try:
                 advice = advise_job(self, cluster, plan.limit_bytes, plan)
-            except Exception as error:  # a plan was made, and is printed
+            except Exception as error:  # the plan is printed anyway
                 note = f"no other options were estimated: {type(error).__name__}: {error}"
         rate = self.checkpoint_bandwidth * GB
         training = plan.train(self.tokens, self.checkpoint_every, rate) if self.tokens else None
         found = plan.to_dict() | _plain(advice) | ({"training": dataclasses.asdict(training)} if training else {})
-        status = self._tell(found, lambda: print_plan(plan, advice, training, verbose=self.verbose), fits=plan.fits)
+        status = self._print(found, lambda: print_plan(plan, advice, training, verbose=self.verbose), fits=plan.fits)
         if note:
             print(f"note: {note}", file=sys.stderr)
         if self.dump_hlo:
@@ -159,12 +163,12 @@ class PlanJob(StepOptions):
     def _inference(self, cluster: Cluster, reserve_bytes: int) -> int:
         from jfsdp.plan.inference import plan_inference
 
-        with progress(quiet=self.json) as tell:
-            plan = plan_inference(self, cluster, self.batch_per_device, self.seq_len, reserve_bytes, on_progress=tell)
-        return self._tell(plan.to_dict(), lambda: print_inference(plan), fits=plan.fits)
+        with progress(quiet=self.json) as report:
+            plan = plan_inference(self, cluster, self.batch_per_device, self.seq_len, reserve_bytes, on_progress=report)
+        return self._print(plan.to_dict(), lambda: print_inference(plan), fits=plan.fits)
 
     def _base(self) -> dict[str, Any]:
-        """Return the options of the given recipe, also those that no plan depends on."""
+        """Return the options of the recipe, including those that do not affect a plan."""
         fields = {name: value for name, value in read_recipe(self.recipe).items() if name != "recipe"}
         return fields | {"model": self.model, "factory": self.factory}
 
@@ -176,24 +180,24 @@ class PlanJob(StepOptions):
         from jfsdp.plan.search.search import search_job
 
         options = StepOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)})
-        with progress(quiet=self.json) as tell:
-            search = search_job(options, cluster, **more, budget_s=self.budget, on_progress=tell)
+        with progress(quiet=self.json) as report:
+            search = search_job(options, cluster, **more, budget_s=self.budget, on_progress=report)
         search = dataclasses.replace(search, base=self._base())
         if search.best:
             self._write_recipe(search.recipe())
-        return self._tell(search.to_dict(), lambda: print_search(search), fits=search.best is not None)
+        return self._print(search.to_dict(), lambda: print_search(search), fits=search.best is not None)
 
     def _estimate(self, cluster: Cluster, reserve_bytes: int) -> int:
         from jfsdp.plan.advice import advise_job
         from jfsdp.plan.jobs import bound_job
 
         limit_bytes = cluster.gpu.memory_bytes - reserve_bytes
-        with progress(quiet=self.json) as tell:
-            tell("sharding")
+        with progress(quiet=self.json) as report:
+            report("sharding")
             bound = bound_job(self, cluster)
             advice = advise_job(self, cluster, limit_bytes, bound)
         estimate = bound.to_dict(limit_bytes) | _plain(advice)
-        return self._tell(estimate, lambda: print_estimate(estimate, cluster, advice), fits=estimate["state_fits"])
+        return self._print(estimate, lambda: print_estimate(estimate, cluster, advice), fits=estimate["state_fits"])
 
 
 def _plain(advice: list[Any]) -> dict[str, Any]:

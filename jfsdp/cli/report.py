@@ -1,4 +1,4 @@
-"""What `jfsdp plan` prints: a plan, a search, an estimate, a refusal."""
+"""Printed reports of `jfsdp plan`: plans, searches and estimates."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ GB, GIB = 1e9, 2**30
 def print_plan(
     plan: Plan, advice: Sequence[Advice] = (), training: Training | None = None, *, verbose: bool = False
 ) -> None:
-    """Print a plan: the verdict, the facts of the job, memory, communication and time, and what to try next."""
+    """Print a plan: the verdict, the facts of the job, memory, communication and time, and advice."""
     console = make_console()
     free = plan.limit_bytes - plan.needed_bytes
     print_fit(console, plan.fits, plan.needed_bytes, plan.limit_bytes)
@@ -50,7 +50,7 @@ def print_plan(
 
 
 def print_fit(console: Any, fits: bool, needed_bytes: int, limit_bytes: int, verdict: str = "FITS") -> None:
-    """Print whether something fits into the part of a GPU's memory that a step may take."""
+    """Print whether a step fits into the available GPU memory."""
     margin = f"{show_bytes(abs(limit_bytes - needed_bytes))} {'free' if fits else 'too much'}"
     sizes = f"{show_bytes(needed_bytes)} of {show_bytes(limit_bytes)} per GPU, {margin}"
     print_verdict(console, fits, verdict if fits else "DOES NOT FIT", sizes)
@@ -58,10 +58,10 @@ def print_fit(console: Any, fits: bool, needed_bytes: int, limit_bytes: int, ver
 
 
 def print_advice(console: Any, advice: Sequence[Advice], free_bytes: int) -> None:
-    """Print a line for each change of options, with about what it needs."""
+    """Print a line for each advised change of options, with its estimated memory."""
     if not advice:
         return
-    title = f"to use the {show_bytes(free_bytes)} that are free" if free_bytes > 0 else "to make it fit"
+    title = f"to use {show_bytes(free_bytes)} of free memory" if free_bytes > 0 else "to make it fit"
     table = make_table(title, "about GiB", "what changes", right=("about GiB",))
     for one in advice:
         options = " ".join(f"{spell(name)} {write(value)}" for name, value in one.changes.items())
@@ -71,7 +71,7 @@ def print_advice(console: Any, advice: Sequence[Advice], free_bytes: int) -> Non
 
 
 def _facts(plan: Plan, training: Training | None, verbose: bool) -> dict[str, str]:
-    """Describe the job and its speed, by title."""
+    """Return the facts of the job and its speed, by title."""
     layout, work, pipe = plan.layout, plan.work, plan.pipeline
     prefetch = f", prefetch {plan.spec.prefetch.forward}" if plan.spec.prefetch else ""
     rows = {
@@ -85,9 +85,9 @@ def _facts(plan: Plan, training: Training | None, verbose: bool) -> dict[str, st
     if pipe:
         rows["pipeline"] = (
             f"{pipe.name}: {pipe.stages} stages, {pipe.microbatches} microbatches, at most {pipe.live} waiting for "
-            f"their backward; bubble {pipe.bubble:.1%} of the passes, {pipe.bubble_share:.1%} of the step"
+            f"their backward; bubble {pipe.bubble:.1%} of passes, {pipe.bubble_share:.1%} of the step"
         )
-    compared = "; no run on such a GPU or mesh was compared"
+    compared = "; not compared with runs on this GPU or mesh"
     if found := plan.step_range_s:
         compared = f"; 9 of 10 published runs would take {found[0]:.2f} to {found[1]:.2f} s"
     rows["step"] = f"{plan.step_s:.3f} s{compared}"
@@ -117,12 +117,12 @@ def print_inference(plan: Any) -> None:
     for name, program in (("one token", plan.token), ("prompts", plan.prompts)):
         sent, ms = f"sends {program.wire_bytes / GB:.3f} GB", f"{program.seconds * 1000:.1f} ms"
         rows[name] = f"needs {show_bytes(program.needed_bytes)}, {sent}, {ms}"
-    rows["throughput"] = f"{plan.tokens_per_s:,.0f} tokens/s per GPU after the prompts; not compared with a run"
+    rows["throughput"] = f"{plan.tokens_per_s:,.0f} tokens/s per GPU after the prompts; not compared with runs"
     print_facts(console, rows)
 
 
 def short(place: str) -> str:
-    """Cut the working directory off a line of source."""
+    """Remove the working directory from a source line's path."""
     return place.replace(f"{Path.cwd()}/", "")
 
 
@@ -151,7 +151,7 @@ def _memory(plan: Plan, verbose: bool) -> Any:
 
 
 def _communication(plan: Plan, verbose: bool) -> Any:
-    """One row for each kind of collective; or, verbose, for each unit too, with the bytes by formula."""
+    """Return a table with a row per kind of collective; if verbose, also per unit, with the bytes by formula."""
     from jfsdp.plan.traffic.ledger import OWN
 
     numbers = ["GB sent", *["GB by formula"] * verbose]
@@ -164,7 +164,7 @@ def _communication(plan: Plan, verbose: bool) -> Any:
         counts = rows.setdefault(key, [0, 0.0, 0.0])
         rows[key] = [sum(pair) for pair in zip(counts, (row.count, row.measured_bytes, row.expected_bytes))]
     for (*key, place), (count, *sizes) in rows.items():
-        if max(sizes) >= _LEAST_SENT:
+        if max(sizes) >= _MIN_SENT_BYTES:
             table.add_row(*key, f"{count}", *(f"{size / GB:.3f}" for size in sizes[: len(numbers)]), place)
     sizes = [plan.ledger.wire_bytes, plan.ledger.wire_bytes_theory + plan.ledger.own_bytes_theory]
     blank = [""] * (4 + verbose)
@@ -173,16 +173,16 @@ def _communication(plan: Plan, verbose: bool) -> Any:
 
 
 def _ratios(plan: Plan) -> str:
-    """Compare what is sent with the formula of the strategy, and what the model itself sends with its own."""
+    """Return the ratios of bytes sent to theory, of the strategy and of the model's collectives."""
     ledger, own = plan.ledger, plan.ledger.own_theory
-    found = f"sent, over what the formula says: {ledger.wire_ratio:.4f}"
+    found = f"bytes sent / bytes by formula: {ledger.wire_ratio:.4f}"
     if ledger.own_bytes:
         found += f"; the model's own collectives {ledger.own_ratio or 0:.4f}"
-        found += f" (not understood: {own.unknown[0]})" if own and own.unknown else ""
+        found += f" (no rule for {own.unknown[0]})" if own and own.unknown else ""
     return found
 
 
-_LEAST_SENT = 1e5  # bytes of a row that is printed
+_MIN_SENT_BYTES = 1e5  # of a printed row
 
 
 def _time(plan: Plan) -> Any:
@@ -211,9 +211,9 @@ _CLOCK = {
 
 
 def print_search(search: Search) -> None:
-    """Print what a search planned, the front of memory against time, why it did not plan the others, and the winner."""
+    """Print the planned candidates of a search, the reasons why others were not planned, and the best."""
     console = make_console()
-    table = _table("mesh, and what is changed", "GiB", f"{search.item}s/s/GPU", "MFU", "ms", "")
+    table = _table("mesh and changed options", "GiB", f"{search.item}s/s/GPU", "MFU", "ms", "")
     table.columns[0].max_width = _LABEL_WIDTH
     front = set(map(id, search.front))
     for one in search.tried:
@@ -231,17 +231,17 @@ def print_search(search: Search) -> None:
     if search.best is None:
         console.print(search.advice)
         return
-    gain = "what was given does not fit" if search.gain is None else f"{search.gain:.2f} times what was given"
+    gain = "the given options do not fit" if search.gain is None else f"{search.gain:.2f}x as fast as the given options"
     planned = [one for one in search.tried if one.is_planned]
-    of = "" if search.is_complete else f" of the {len(planned)} that were planned"
+    of = "" if search.is_complete else f" of {len(planned)} planned candidates"
     console.print(f"best{of}: {search.best.label}")
     console.print(f"{gain}; {len(planned)} of {len(search.tried)} candidates planned in {search.elapsed_s:.0f} s")
     if not search.is_complete:
         longest = max(one.compile_s for one in planned)
-        console.print(f"--budget ended the search; give it more seconds (a candidate takes up to {longest:.0f})")
+        console.print(f"--budget ended the search; raise it (a candidate takes up to {longest:.0f} s)")
 
 
-_LABEL_WIDTH, _LINE_WIDTH = 54, 100  # so that the table is no wider than the line
+_LABEL_WIDTH, _LINE_WIDTH = 54, 100  # the table fits into the line
 
 
 def _short_label(one: Candidate) -> str:
@@ -249,23 +249,23 @@ def _short_label(one: Candidate) -> str:
 
 
 def _not_planned(search: Search) -> Iterator[str]:
-    """Yield a line per reason for which candidates were not planned: how many, and the first of them."""
+    """Yield a line for each reason why candidates were not planned, with their number and the first of them."""
     groups: dict[str, list[Candidate]] = {}
     for one in search.tried:
         if not one.is_planned:
-            is_skipped = one.outcome.value == "skipped"  # their reasons say, after a colon, by how much
+            is_skipped = one.outcome.value == "skipped"  # their reasons end with numbers, after a colon
             reason = one.reason.partition(":")[0] if is_skipped else one.reason
             groups.setdefault(f"{one.outcome.value}: {reason}", []).append(one)
     for reason, several in groups.items():
         line = f"{len(several)} {reason}{', first' * (len(several) > 1)}: {_short_label(several[0])}"
-        if several[0].outcome.value == "impossible":  # the reason says what to change
+        if several[0].outcome.value == "impossible":  # the reason has a remedy
             yield textwrap.fill(line, _LINE_WIDTH, subsequent_indent="    ")
         else:
             yield textwrap.shorten(line, _LINE_WIDTH, placeholder=" ...")
 
 
 def print_estimate(estimate: dict[str, Any], cluster: Cluster, advice: Sequence[Advice] = ()) -> None:
-    """Print an estimate without a compile: the state, and bounds of communication and time."""
+    """Print an estimate without compilation: the state, and bounds of communication and time."""
     console, limit, state = make_console(), estimate["limit_bytes"], estimate["state_bytes"]
     ms = {name: f"{(estimate[name] or 0.0) * 1e3:.1f} ms" for name in ("wire_s", "compute_s", "step_s_at_least")}
     print_fit(console, estimate["state_fits"], state, limit, "THE STATE FITS")

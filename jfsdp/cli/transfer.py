@@ -1,4 +1,4 @@
-"""`jfsdp checkpoint convert`, `export` and `import`: checkpoints into other forms, and from them."""
+"""`jfsdp checkpoint convert`, `export`, `import`, `merge` and `unmerge`."""
 
 from __future__ import annotations
 
@@ -30,30 +30,30 @@ if TYPE_CHECKING:
     from jfsdp.checkpoint.foreign.export import Written
 
 _Path = Annotated[str, tyro.conf.arg(metavar="PATH", help="A checkpoint, or the directory of a run.")]
-_Target = Annotated[str, tyro.conf.arg(metavar="TARGET", help="A directory to be made.")]
+_Target = Annotated[str, tyro.conf.arg(metavar="TARGET", help="The directory to make.")]
 Globs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="GLOB ...")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Convert:
-    """Write a checkpoint anew: other dtypes, layers stacked or listed, some of the arrays.
+    """Write a converted copy of a checkpoint: other dtypes, layers stacked or listed, a subset of arrays.
 
-    To be restored on another mesh, strategy, engine, storage or form of layers, a checkpoint needs none of this. Of a
-    run the newest step is taken. Exit status: 0; 2 for a wrong path or option, 4 for a damaged checkpoint.
+    Not needed to restore a checkpoint on another mesh, strategy, engine, storage or form of layers. For a run, the
+    newest step is converted. Exit status: 0; 2 for a wrong path or option, 4 for a damaged checkpoint.
     """
 
     path: tyro.conf.Positional[_Path]
     target: tyro.conf.Positional[_Target]
     dtype: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="[GLOB=]DTYPE")] = ()
-    """bfloat16 casts the parameters, opt_state=bfloat16 what the glob names; may be repeated."""
+    """bfloat16 casts the parameters, opt_state=bfloat16 the arrays that match the glob. May be repeated."""
     stack: Name = None
-    """Make one stack of a list of layers: layers, of layers.0.attn and on."""
+    """Stack a list of layers: layers stacks layers.0.attn, layers.1.attn, ..."""
     unstack: Name = None
-    """Make a list of a stack of layers; h_ makes h_0 and on, as flax.linen calls them."""
+    """Split a stack of layers into a list; h_ makes h_0, h_1, ..., as named by flax.linen."""
     only: Globs = ()
-    """Take arrays whose names match these globs, or a name above them, such as params."""
+    """Convert only arrays whose name matches one of these globs, or a prefix such as params."""
     skip: Globs = ()
-    """Leave these out, such as opt_state."""
+    """Omit these arrays, such as opt_state."""
     json: bool = False
     """Print JSON."""
 
@@ -73,16 +73,16 @@ class Convert:
                 skip=self.skip or None,
                 progress=progress,
             )
-        _say(self.json, {"from": str(path), "to": self.target}, lines)
+        _print_result(self.json, {"from": str(path), "to": self.target}, lines)
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ModelOptions(Options):
-    """Which model the weights are of."""
+    """Options that select the model of the weights."""
 
     model: Name = None
-    """A model's name (`jfsdp models` lists them); not needed where a checkpoint of ours says it."""
+    """Name of a model (`jfsdp models` lists them). Not needed if a checkpoint of jfsdp names it."""
     factory: Annotated[str | None, optional(str, "MODULE:FUNCTION")] = None
     """Instead of --model: a function that returns a jfsdp.trainer.Job, from the working directory."""
     model_config: Fields = option((), read=read_config)
@@ -91,12 +91,12 @@ class _ModelOptions(Options):
 
 @dataclasses.dataclass(frozen=True)
 class Export(_ModelOptions):
-    """Write the parameters of a checkpoint as safetensors, in the layout of Hugging Face, with config.json.
+    """Write the parameters of a checkpoint as Hugging Face safetensors, with config.json.
 
-    Of a run that trained adapters (--lora): the adapters alone, in the form of PEFT; `merge` adds them to the weights.
-    Of a run the newest step is taken; the model is the one that the run says it is. Files of the tokenizer, the chat
-    template and generation_config.json are copied from where the run had them. Exit status: 0; 2 for a wrong path or
-    option, or values that are not finite; 4 for a damaged checkpoint.
+    For a run with adapters (--lora), writes only the adapters, for PEFT; `merge` adds them to the weights. For a run,
+    exports the newest step, with the run's model. Copies the tokenizer's files, the chat template and
+    generation_config.json from the run's sources. Exit status: 0; 2 for a wrong path or option, or non-finite values; 4
+    for a damaged checkpoint.
     """
 
     path: tyro.conf.Positional[_Path]
@@ -104,12 +104,13 @@ class Export(_ModelOptions):
     dtype: Dtype = None
     """float32, bfloat16 or float16. none: as stored."""
     max_shard_gb: Real = option(5.0, least=1e-6)
-    """GB that a file has at most; more are listed in an index."""
+    """Maximum GB of a file; several files are listed in an index."""
     max_length: Number = option(None, least=1)
-    """max_position_embeddings of config.json. none: of the weights that the model began with, unless it was trained on
-    longer rows."""
+    """max_position_embeddings of config.json. none: the initial weights' value, unless the model was trained on longer
+    rows."""
     ema: bool = False
-    """Write the averages that a run with --ema kept, in place of its parameters: its held-out losses are theirs."""
+    """Write the moving averages of a run with --ema instead of its parameters. Its held-out losses are those of the
+    averages."""
     allow_nonfinite: bool = False
     """Write NaN and infinite values too."""
     json: bool = False
@@ -129,7 +130,7 @@ class Export(_ModelOptions):
         if config is None and as_name_map(job.pretrained).to_config is not None:
             config = config_json(job.pretrained, job.config, self.max_length or job.seq_len)
         if config is None:
-            print("note: the mapping of names has no to_config, so no config.json is written", file=sys.stderr)
+            print("note: the name mapping has no to_config, so no config.json is written", file=sys.stderr)
         elif self.max_length is not None:
             config = _with_length(config, self.max_length)
         with progress_of(self.json, "reading", 4 * STREAM_BYTES, None):
@@ -145,26 +146,26 @@ class Export(_ModelOptions):
                 max_shard_bytes=int(self.max_shard_gb * 1e9),
                 allow_nonfinite=self.allow_nonfinite,
             )
-        copied = _copy_beside(stored.get("config") or {}, written.directory)
-        _say_written(self.json, path, written, copied)
+        copied = _copy_model_files(stored.get("config") or {}, written.directory)
+        _print_written(self.json, path, written, copied)
         if not self.json and config is not None:
             kind = (config.get("architectures") or ["AutoModelForCausalLM"])[0]
             print(f"load it: transformers.{kind}.from_pretrained({str(written.directory)!r})")
         return 0
 
     def _export_adapters(self, source: CheckpointSource, job: Job) -> int:
-        """Write the adapters of a checkpoint for PEFT; the base is what its run began with."""
+        """Write the adapters of a checkpoint for PEFT. The base model is the run's --init-from."""
         from jfsdp.checkpoint.foreign.peft import write_peft
         from jfsdp.checkpoint.foreign.pretrained import find_averages
 
         if self.max_length is not None:
-            raise ValueError(f"{source.path}: holds adapters of a base; leave out --max-length")
+            raise ValueError(f"{source.path}: contains adapters, which have no config.json; leave out --max-length")
         layout = source.manifest["layout"]
         adapters = {one["path"]: Adapter.from_dict(one) for one in layout["adapters"]}
         names = [leaf["path"] for leaf in layout["leaves"] if leaf["trainable"]]
         if f"params.{names[0]}" not in source.arrays:
             raise ValueError(
-                f"{source.path}: was converted, and has no {names[0]} as its layout says; export the "
+                f"{source.path}: is a converted checkpoint without {names[0]}, which its layout requires; export the "
                 "checkpoint that it was made from"
             )
         stored = {f"params.{name}": f"params.{name}" for name in names}
@@ -181,8 +182,8 @@ class Export(_ModelOptions):
             allow_nonfinite=self.allow_nonfinite,
         )
         run = source.stated("config")
-        copied = _copy_beside(run if isinstance(run, dict) else {}, written.directory)
-        _say_written(self.json, source.path, written, copied)
+        copied = _copy_model_files(run if isinstance(run, dict) else {}, written.directory)
+        _print_written(self.json, source.path, written, copied)
         if not self.json:
             print(f"load it: peft.AutoPeftModelForCausalLM.from_pretrained({str(written.directory)!r})")
         return 0
@@ -190,21 +191,21 @@ class Export(_ModelOptions):
 
 @dataclasses.dataclass(frozen=True)
 class Import(_ModelOptions):
-    """Write pretrained weights as a checkpoint: of Hugging Face (safetensors), or of PyTorch (DCP, .pt).
+    """Write pretrained weights of Hugging Face (safetensors) or PyTorch (DCP, .pt) as a checkpoint.
 
-    TARGET holds the parameters, no optimizer; `scripts/train.py --init-from` starts from it, and from PATH itself as
-    well. Of Hugging Face's, sizes and options of the model are taken from config.json. Exit status: 0; 2 for a wrong
-    path or option, or weights that do not fit the model or are not finite.
+    TARGET contains the parameters, without optimizer states. `scripts/train.py --init-from` reads both TARGET and PATH.
+    With Hugging Face weights, config.json determines the model's sizes and options. Exit status: 0; 2 for a wrong path
+    or option, and for weights that do not fit the model or are not finite.
     """
 
     path: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="PATH", help="The weights.")]]
     target: tyro.conf.Positional[_Target]
     key: Name = None
-    """Of PyTorch's, the dict that holds the model, such as model."""
+    """Key of the dict in a PyTorch checkpoint that contains the model, such as model."""
     dtype: Dtype = None
-    """Cast floating weights to float32, bfloat16 or float16. none: as they are."""
+    """Cast floating-point weights to float32, bfloat16 or float16. none: do not cast."""
     allow_nonfinite: bool = False
-    """Take weights with NaN and infinite values too."""
+    """Allow NaN and infinite values."""
     json: bool = False
     """Print JSON."""
 
@@ -214,7 +215,7 @@ class Import(_ModelOptions):
 
         path = Path(self.path).expanduser()
         if is_checkpoint(path):
-            raise ValueError(f"{path}: is a checkpoint of jfsdp already; `jfsdp checkpoint convert` rewrites it")
+            raise ValueError(f"{path}: is already a checkpoint of jfsdp; use `jfsdp checkpoint convert` to change it")
         job = fit_job(_find_job(self, {}), path, dict(self.model_config))
         source: Any = pretrained_source(path, job.pretrained, _leaves(job), config=job.config, key=self.key)
         if self.dtype is not None:
@@ -227,20 +228,20 @@ class Import(_ModelOptions):
                 {LAYOUT: None, CONFIG: _config_of(self, job), EXTRA: [None]},
                 allow_nonfinite=self.allow_nonfinite,
             )
-        _say(self.json, {"from": str(path), "to": self.target, "arrays": len(source.arrays)}, lines)
+        _print_result(self.json, {"from": str(path), "to": self.target, "arrays": len(source.arrays)}, lines)
         return 0
 
 
-_Adapter = Annotated[str, tyro.conf.arg(metavar="ADAPTER", help="A directory of PEFT's.")]
-_Base = Annotated[str, tyro.conf.arg(metavar="BASE", help="A directory of safetensors of Hugging Face.")]
+_Adapter = Annotated[str, tyro.conf.arg(metavar="ADAPTER", help="Directory of a PEFT adapter.")]
+_Base = Annotated[str, tyro.conf.arg(metavar="BASE", help="Directory of Hugging Face safetensors.")]
 
 
 @dataclasses.dataclass(frozen=True)
 class Merge(Options):
-    """Add an adapter of PEFT's to the weights that it was trained for, piece by piece, and write them as TARGET.
+    """Add a PEFT adapter to its base weights, piece by piece, and write the result to TARGET.
 
-    Sums are in float32, and the result has the dtype of the weights. Files beside the weights are copied. Exit status:
-    0; 2 for a wrong path, an adapter of another base, or values that are not finite.
+    Sums are computed in float32, and stored in the dtype of the weights. Other files of BASE are copied. Exit status:
+    0; 2 for a wrong path, an adapter of another base, or non-finite values.
     """
 
     SIGN: ClassVar = 1
@@ -248,7 +249,7 @@ class Merge(Options):
     adapter: tyro.conf.Positional[_Adapter]
     target: tyro.conf.Positional[_Target]
     max_shard_gb: Real = option(5.0, least=1e-6)
-    """GB that a file has at most; more are listed in an index."""
+    """Maximum GB of a file; several files are listed in an index."""
     json: bool = False
     """Print JSON."""
 
@@ -257,13 +258,13 @@ class Merge(Options):
 
         most = int(self.max_shard_gb * 1e9)
         written = merge_peft(self.base, self.adapter, self.target, sign=self.SIGN, max_shard_bytes=most)
-        _say_written(self.json, self.base, written)
+        _print_written(self.json, self.base, written)
         return 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Unmerge(Merge):
-    """Take an adapter of PEFT's out of weights that it was added to; in low precision up to rounding. No DoRA.
+    """Subtract a PEFT adapter from weights with which it was merged. Exact up to rounding in low precision. No DoRA.
 
     Exit status: as merge.
     """
@@ -272,7 +273,7 @@ class Unmerge(Merge):
 
 
 def _find_job(options: _ModelOptions, given: dict[str, Any]) -> Job:
-    """Load the job that the options name, else the one that a run was configured with, as its checkpoint says."""
+    """Load the options' job, or else the job of the checkpoint's run."""
     start_jax()
     stored = given.get("config", {})
     model, factory, fields = options.model, options.factory, options.model_config
@@ -280,44 +281,44 @@ def _find_job(options: _ModelOptions, given: dict[str, Any]) -> Job:
         model, factory = stored.get("model"), stored.get("factory")
         fields = (*read_fields(_ModelOptions, stored).get("model_config", ()), *fields)
         if model is None and factory is None:
-            raise ValueError("nothing says which model the weights are of; give --model NAME, or --factory")
+            raise ValueError("the model of the weights is unknown; give --model NAME, or --factory")
     job = load_job(model, factory)
     if not job.pretrained:
         raise ValueError(
-            f"job {job.name!r} says nothing of how others call its parameters; add a mapping (docs/pretrained.md)"
+            f"job {job.name!r} has no mapping to the parameter names of other libraries; add one (docs/pretrained.md)"
         )
     from_config = as_name_map(job.pretrained).from_config
     if "pretrained" in given and from_config is not None:
         try:
             job = job.with_config(**from_config(given["pretrained"]))
         except ValueError as error:
-            raise ValueError(f"--model {job.name}: the checkpoint is of another: {error}") from error
+            raise ValueError(f"--model {job.name}: the checkpoint is of another model: {error}") from error
     return job.with_config(**dict(fields))
 
 
 def _with_length(config: dict[str, Any], max_length: int) -> dict[str, Any]:
     if "max_position_embeddings" not in config:
         raise ValueError(
-            f"max_length={max_length}: config.json of a {config.get('model_type')} has no max_position_embeddings, its "
-            "table of positions says how long a row may be; leave --max-length out"
+            f"max_length={max_length}: config.json of a {config.get('model_type')} has no max_position_embeddings; its "
+            "table of positions limits the length of a row; leave --max-length out"
         )
     if (config.get("rope_scaling") or {}).get("rope_type") == "dynamic":
         raise ValueError(
             f"max_length={max_length}: rope_type='dynamic' computes with max_position_embeddings="
-            f"{config['max_position_embeddings']}, another length is another model; leave --max-length out"
+            f"{config['max_position_embeddings']}, so another length changes the model; leave --max-length out"
         )
     return {**config, "max_position_embeddings": max_length}
 
 
 def _leaves(job: Job) -> dict[str, Any]:
-    """Return the parameters of a job by name: logical shapes and dtypes. Allocates nothing."""
+    """Return the logical shapes and dtypes of a job's parameters by name. Allocates nothing."""
     from jfsdp.modules.adapt import as_model
 
     return {path: jax.ShapeDtypeStruct(x.shape, x.dtype) for path, x in as_model(job.model).params.items()}
 
 
 def _config_of(options: Import, job: Job) -> dict[str, Any]:
-    """Return what the checkpoint says of its model, as a run does: so that an export needs no option."""
+    """Return the stored configuration of the model, as a run stores it, so that an export needs no options."""
     from jfsdp.checkpoint.foreign.pretrained import config_json, stated_config
 
     named = {"config": {"model": options.model, "factory": options.factory, "model_config": options.model_config}}
@@ -331,12 +332,12 @@ def _config_of(options: Import, job: Job) -> dict[str, Any]:
 _TOKENIZER = ("tokenizer*", "*token*_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
 
 
-def _copy_beside(config: dict[str, Any], target: Path) -> list[str]:
-    """Copy what a model needs besides its weights from where a run had it; return the names of the files.
+def _copy_model_files(config: dict[str, Any], target: Path) -> list[str]:
+    """Copy the tokenizer's files, the chat template and generation_config.json; return the names of the files.
 
     Args:
-      config: of the run. Files of the tokenizer come from its directory, generation_config.json from the directory of
-        the weights that the run began with.
+      config: of the run. The tokenizer's files come from its directory, and generation_config.json from the directory
+        of the initial weights.
     """
 
     def place(name: str) -> Path | None:
@@ -350,7 +351,7 @@ def _copy_beside(config: dict[str, Any], target: Path) -> list[str]:
     if tokenizer and tokenizer.is_file():
         found["tokenizer.json"] = tokenizer
     if tokenizer and not found:
-        print(f"note: the run's tokenizer {tokenizer} is not there; copy its files to {target}", file=sys.stderr)
+        print(f"note: the run's tokenizer {tokenizer} was not found; copy its files to {target}", file=sys.stderr)
     if base:
         found["generation_config.json"] = base / "generation_config.json"
     if template:
@@ -361,14 +362,14 @@ def _copy_beside(config: dict[str, Any], target: Path) -> list[str]:
     return sorted(found)
 
 
-def _say_written(is_json: bool, origin: Any, written: Written, copied: Sequence[str] = ()) -> None:
+def _print_written(is_json: bool, origin: Any, written: Written, copied: Sequence[str] = ()) -> None:
     found = {"from": str(origin), "to": str(written.directory), "files": list(written.files)}
     found |= {"copied": list(copied)} if copied else {}
-    _say(is_json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
+    _print_result(is_json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
 
 
-def _say(is_json: bool, found: dict[str, Any], nonfinite: Sequence[str]) -> None:
-    """Print what was done, and on stderr the arrays in which values are not finite."""
+def _print_result(is_json: bool, found: dict[str, Any], nonfinite: Sequence[str]) -> None:
+    """Print the result, and on stderr the arrays with non-finite values."""
     for line in nonfinite:
         print(f"warning: {line}", file=sys.stderr)
     found |= {"not_finite": list(nonfinite)} if nonfinite else {}

@@ -318,7 +318,7 @@ BAD = [
     ("import HF OUT --model llama-tiny --model-config num_layers=1", "num_layers: config.json says 2"),
     ("import PT OUT --model llama-tiny", "in the checkpoint but not in the model: model.extra"),
     ("import HF OUT", "give --model NAME, or --factory"),
-    ("import HF OUT --factory examples.vit:job", "says nothing of how others call its parameters"),
+    ("import HF OUT --factory examples.vit:job", "has no mapping to the parameter names"),
     ("import HF OUT --model llama-tiny --key model", "is not a PyTorch file"),
     ("import EMPTY OUT --model llama-tiny", "no weights at all"),
     ("diff STEP STEP --only nope", "only 'nope' matches no"),

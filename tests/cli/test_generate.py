@@ -127,7 +127,7 @@ def test_the_loss_of_answers_is_that_of_transformers(models, capsys, tmp_path):
         (["{dir}", "--prompt", "a", "--adapter", "nothere"], "nothere"),
         (["{dir}", "--prompt", "a", "--max-tokens", "0"], "--max-tokens 0"),
         (["{dir}", "--prompt", "a", "--max-tokens", "99999999999"], "--max-tokens 99999999999 must be a number from 1"),
-        (["{dir}", "--prompt", "a", "--chat-template", "x"], "--chat-template is for messages, and the prompts are"),
+        (["{dir}", "--prompt", "a", "--chat-template", "x"], "--chat-template is for messages, but the prompts are"),
         (["{dir}", "--prompt", "a", "--top-k", "3"], "temperature"),
         (["{dir}", "--prompt", "a<|im_end|>", "--chat"], "message 1 contains"),
         (["{dir}", "--data", "{records}"], "line 1"),

@@ -56,10 +56,10 @@ def test_a_host_stands_where_options_or_slurm_say(options, environment, expected
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ([], "no script is named"),
+        ([], "no script is given"),
         (["--nproc", "0", "train.py"], "--nproc 0 must be"),
         (["--nprocs", "2", "train.py"], "--nprocs: there is no such option; there is --nproc"),
-        (["nothere.py"], "script 'nothere.py' is no file"),
+        (["nothere.py"], "script 'nothere.py' is not a file"),
         (["--nnodes", "2", "scripts/train.py"], "need --nnodes, --node-rank and --rendezvous"),
         (
             ["--nnodes", "2", "--node-rank", "2", "--rendezvous", "a:5", "scripts/train.py"],

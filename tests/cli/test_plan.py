@@ -110,8 +110,8 @@ def test_a_recipe_gives_defaults(capsys):
         ((*TINY, "--xla", "xla_gpu_nonsense=1"), "--xla xla_gpu_nonsense: the XLA of this jaxlib has no such option"),
         ((*TINY, "--batch-per-device", "3", "--accumulate", "2"), "microbatches"),
         ((*TINY, "--timeline", "step.pdf"), "--timeline step.pdf: must end in .png or .svg"),
-        ((*TINY, "--timeline", "no/step.svg"), "no/step.svg: there is no directory 'no'"),
-        ((*TINY, "--timeline", "step.svg", "--analytic"), "--timeline goes with a plan of one program"),
+        ((*TINY, "--timeline", "no/step.svg"), "--timeline no/step.svg: there is no directory 'no'"),
+        ((*TINY, "--timeline", "step.svg", "--analytic"), "--timeline needs a plan of one program"),
     ],
 )
 def test_bad_arguments_have_status_2_and_one_line(args, message, capsys):
