@@ -50,15 +50,15 @@ class Evaluate(OpenOptions):
         from jfsdp.trainer.run.evaluate import make_evaluator
 
         opened = self.open()
-        job, model, theirs = opened.job, opened.model, opened.config
+        job, model, stored = opened.job, opened.model, opened.config
         config = DataConfig(
             self.data,
-            seq_len=self.seq_len or theirs.seq_len or min(job.seq_len, _SEQ_LEN),
-            tokenizer=theirs.tokenizer or "byte",
-            chat_template=theirs.chat_template,
-            eod_token=theirs.eod_token,
-            answers=self.answers or theirs.answers,
-            text_field=self.text_field or theirs.text_field,
+            seq_len=self.seq_len or stored.seq_len or min(job.seq_len, _SEQ_LEN),
+            tokenizer=stored.tokenizer or "byte",
+            chat_template=stored.chat_template,
+            eod_token=stored.eod_token,
+            answers=self.answers or stored.answers,
+            text_field=self.text_field or stored.text_field,
             documents_per_row=job.documents_per_row,
             eval_fraction=0,
         )

@@ -132,7 +132,7 @@ class PlanJob(StepOptions):
             if name and path.is_dir():
                 raise ValueError(f"{what} {name}: is a directory; pass a file in it")
             if name and not path.parent.is_dir():
-                raise ValueError(f"{what} {name}: there is no directory {str(Path(name).parent)!r}; make it")
+                raise ValueError(f"{what} {name}: directory {str(Path(name).parent)!r} does not exist; make it")
 
     def _plan(self, cluster: Cluster, **more: Any) -> int:
         from jfsdp.plan.advice import advise_job

@@ -109,8 +109,7 @@ class Export(_ModelOptions):
     """max_position_embeddings of config.json. none: the initial weights' value, unless the model was trained on longer
     rows."""
     ema: bool = False
-    """Write the moving averages of a run with --ema instead of its parameters. Its held-out losses are those of the
-    averages."""
+    """Write the moving averages of a run with --ema instead of its parameters. The run's eval losses are of these."""
     allow_nonfinite: bool = False
     """Write NaN and infinite values too."""
     json: bool = False
@@ -324,9 +323,9 @@ def _config_of(options: Import, job: Job) -> dict[str, Any]:
     named = {"config": {"model": options.model, "factory": options.factory, "model_config": options.model_config}}
     if as_name_map(job.pretrained).to_config is None:
         return named
-    theirs = stated_config(options.path)
-    seq_len = theirs.get("max_position_embeddings") or job.seq_len
-    return named | {"pretrained": config_json(job.pretrained, job.config, seq_len, theirs)}
+    stored = stated_config(options.path)
+    seq_len = stored.get("max_position_embeddings") or job.seq_len
+    return named | {"pretrained": config_json(job.pretrained, job.config, seq_len, stored)}
 
 
 _TOKENIZER = ("tokenizer*", "*token*_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")

@@ -21,9 +21,9 @@ from jfsdp.train.step.loss import as_loss
 from jfsdp.trainer.options import StepOptions
 
 _BY_ROWS = ("activations", "logits", "attention", "compute", "workspace", "batch")
-_MAX_USED_SHARE = 0.9  # of the limit, for an estimate
-_MIN_EXPOSED_SHARE = 0.02  # of a step: above it, less communication is worth more memory
-_MAX_REMAINING_SHARE = 0.97  # of the memory, after a change that is worth suggesting
+_MAX_USED_SHARE = 0.9  # largest estimate that is suggested, over the limit
+_MIN_EXPOSED_SHARE = 0.02  # exposed time over step time from which keeping parameters gathered is suggested
+_MAX_REMAINING_SHARE = 0.97  # a change that reduces memory must leave at most this share
 _MAX_DOUBLINGS = 10
 
 

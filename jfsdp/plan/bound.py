@@ -143,7 +143,7 @@ def _least_flops(layout: Layout, work: Work) -> float:
 
 
 def _passes_per_microbatch(step: TrainStep, work: Work) -> float:
-    """Return the passes of a pipeline stage per useful pass of a microbatch; 1 without a pipeline."""
+    """Return the FLOPs of a step, including idle passes of pipeline stages, relative to the model's FLOPs."""
     passes, layout = step.spec.passes, step.layout
     frozen = matmul_elements(layout, work.vocab_size, trainable=False)
     if passes is None or frozen:  # it is not known which frozen weights are differentiated through

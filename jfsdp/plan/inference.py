@@ -107,7 +107,7 @@ def plan_inference(
       length: tokens of a row with its prompt; None: the job's `seq_len`.
 
     Raises:
-      PlanUnavailable: if there is no compiler for this GPU.
+      PlanUnavailable: if JAX's CUDA plugin cannot compile for this GPU.
       ValueError: for a job without a cache, and for options that generation would refuse.
     """
     on_progress("sharding")
@@ -126,12 +126,12 @@ def plan_inference(
     def compiled(tokens: int) -> Program:
         on_progress(f"compiling the program of {tokens} token{'s' * (tokens > 1)}")
         with without_cache(), jax.default_device(devices[0]):
-            made = compile_step(generator.lower(state, all_rows, length, tokens), {})
-        module = parse_module(made.text)
+            program = compile_step(generator.lower(state, all_rows, length, tokens), {})
+        module = parse_module(program.text)
         collectives = find_collectives(module, cluster.num_devices, dict(model.layout.mesh_sizes))
         return Program(
-            needed_bytes=breakdown(made, module, model.layout).allocated_bytes,
-            argument_bytes=made.memory_stats.argument_size_in_bytes,
+            needed_bytes=breakdown(program, module, model.layout).allocated_bytes,
+            argument_bytes=program.memory_stats.argument_size_in_bytes,
             seconds=simulate(module, collectives, rates).step_s,
             wire_bytes=sum(x.total_bytes for x in collectives),
         )

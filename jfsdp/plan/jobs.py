@@ -79,14 +79,14 @@ def mesh_sizes(mesh: tuple[tuple[str, int], ...], num_devices: int) -> dict[str,
       ValueError: if the mesh size differs from the cluster's; names both.
     """
     check_sizes(dict(mesh))
-    sizes, how = {"fsdp": 1, **dict(mesh)}, "divide" if -1 in dict(mesh).values() else "make"
+    sizes, relation = {"fsdp": 1, **dict(mesh)}, "does not divide" if -1 in dict(mesh).values() else "is not"
     try:
         return resolve_sizes(sizes, num_devices)
     except ValueError as error:
         known = math.prod(size for size in sizes.values() if size > 0)
         raise ValueError(
-            f"--mesh {write(mesh)}: {known} devices do not {how} the {num_devices} of the cluster "
-            "(--nodes x --gpus-per-node); change one of them, or let an axis take the rest with -1"
+            f"--mesh {write(mesh)}: the product of the sizes, {known}, {relation} the cluster's number of devices, "
+            f"{num_devices} (--nodes x --gpus-per-node); change one of them, or let an axis take the rest with -1"
         ) from error
 
 
@@ -111,8 +111,8 @@ def _check_documents(num: int, planned: Planned, options: StepOptions) -> None:
         raise ValueError(f"--documents-per-row {num}: with --cross-documents a row is one document; leave one out")
     if num > most:
         raise ValueError(
-            f"--documents-per-row {num}: rows of {planned.seq_len} tokens hold at most {most} documents here; lower "
-            "it, or raise the model's own documents_per_row (--model-config) where that is less than the tokens"
+            f"--documents-per-row {num}: rows of {planned.seq_len} tokens contain at most {most} documents here; lower "
+            "it, or raise the model's documents_per_row (--model-config) if that is less than the tokens"
         )
 
 
@@ -136,7 +136,7 @@ def plan_job(
       documents_per_row: documents in a row of tokens, for time estimates; see `Work`.
 
     Raises:
-      PlanUnavailable: if there is no compiler for this GPU.
+      PlanUnavailable: if JAX's CUDA plugin cannot compile for this GPU.
       ValueError: for options that training would refuse, and for more documents than a row may contain.
       EagerComputation: as `make_plan`.
     """

@@ -105,12 +105,12 @@ def test_a_recipe_gives_defaults(capsys):
     [
         (("--model", "llama-tiny", "--gpu", "h99"), "no GPU is called 'h99'; there are "),
         (("--recipe", "nope"), "recipe 'nope' is unknown; the recipes are"),
-        ((*TINY, "--mesh", "fsdp=16"), "--mesh fsdp=16: 16 devices do not make the 8 of the cluster"),
+        ((*TINY, "--mesh", "fsdp=16"), "--mesh fsdp=16: the product of the sizes, 16, is not the cluster"),
         ((*TINY, "--gpu", "h100", "--xla", "nonsense"), "'nonsense' is not NAME=VALUE"),
         ((*TINY, "--xla", "xla_gpu_nonsense=1"), "--xla xla_gpu_nonsense: the XLA of this jaxlib has no such option"),
         ((*TINY, "--batch-per-device", "3", "--accumulate", "2"), "microbatches"),
         ((*TINY, "--timeline", "step.pdf"), "--timeline step.pdf: must end in .png or .svg"),
-        ((*TINY, "--timeline", "no/step.svg"), "--timeline no/step.svg: there is no directory 'no'"),
+        ((*TINY, "--timeline", "no/step.svg"), "--timeline no/step.svg: directory 'no' does not exist"),
         ((*TINY, "--timeline", "step.svg", "--analytic"), "--timeline needs a plan of one program"),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_plan_reads_the_program_that_xla_compiles_with_tuning(tmp_path):
     assert found.partition("\n")[2] == wanted.partition("\n")[2]
 
 
-@pytest.mark.parametrize(("text", "message"), [("", "no HLO"), ("HloModule x\nENTRY e { }", "scheduled")])
+@pytest.mark.parametrize(("text", "message"), [("", "not HLO"), ("HloModule x\nENTRY e { }", "scheduled")])
 def test_audit_refuses_what_is_no_scheduled_program(tmp_path, text, message, capsys):
     path = tmp_path / "program.txt"
     path.write_text(text)

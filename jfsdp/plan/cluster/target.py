@@ -60,7 +60,7 @@ def render_target_config(gpu: Gpu, jaxlib_version: tuple[int, ...] | None = None
     features = "ACCELERATED_FEATURES" if gpu.capability >= (9, 0) else "NONE"
     optional = [f"device_interconnect_info {{ active_links: {gpu.num_links} }}"] if gpu.num_links else []
     optional += [field for field, since in FIELDS_SINCE.items() if version >= since]
-    # The text names a CUDA too: the features that XLA turns on go by it.
+    # XLA enables features by the CUDA version in the text.
     template = Path(__file__).with_name("target.textproto").read_text(encoding="utf-8")
     return template.format(gpu=gpu, features=features, optional="".join(f"  {field}\n" for field in optional))
 

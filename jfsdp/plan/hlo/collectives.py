@@ -179,12 +179,12 @@ def _parts(module: Module, kind: str, computation: Computation, instruction: Ins
 
 def _concatenated(module: Module, computation: Computation, instruction: Instruction) -> tuple[Shape, ...]:
     """Return the arrays that XLA concatenated to reduce them as one; empty if it did not."""
-    made = computation.by_name[instruction.operands[0]] if len(instruction.operands) == 1 else None
-    if made is not None and made.opcode == "fusion":
-        computation = module.computations[made.called[0]]
-        made = computation.root
-    is_flat = made is not None and made.opcode == "concatenate" and len(made.shapes[0].dims) == 1
-    return computation.operand_shapes(made) if is_flat and made is not None else ()
+    source = computation.by_name[instruction.operands[0]] if len(instruction.operands) == 1 else None
+    if source is not None and source.opcode == "fusion":
+        computation = module.computations[source.called[0]]
+        source = computation.root
+    is_flat = source is not None and source.opcode == "concatenate" and len(source.shapes[0].dims) == 1
+    return computation.operand_shapes(source) if is_flat and source is not None else ()
 
 
 def find_done(computation: Computation, start: Instruction) -> int:

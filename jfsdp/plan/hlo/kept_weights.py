@@ -119,7 +119,7 @@ def _read_backward(module: Module, resharded: Mapping[str, Leaf], parts: Sequenc
 def _readers(computation: Computation, done: Instruction, place: int, num_parts: int) -> Iterator[Instruction]:
     """Yield the instructions that read one array of a gather, through copies and casts."""
     todo = list(computation.users.get(done.name, ()))
-    while len(todo) == 1 and todo[0].opcode.endswith(("-done", "-update")):  # of a start without a done in the schedule
+    while len(todo) == 1 and todo[0].opcode.endswith(("-done", "-update")):  # a synchronous start is its own done
         todo = list(computation.users.get(todo[0].name, ()))
     if num_parts > 1:
         todo = [reader for reader in todo if reader.attribute("index") == str(place)]

@@ -115,7 +115,7 @@ def parse_module(text: str) -> Module:
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith("HloModule ")), None)
     if start is None:
-        kind = "StableHLO" if "stablehlo." in text[:20000] or "module @" in text[:2000] else "no HLO"
+        kind = "StableHLO" if "stablehlo." in text[:20000] or "module @" in text[:2000] else "not HLO"
         raise ValueError(f"this text is {kind}: no line begins with 'HloModule'; pass `lowered.compile().as_text()`")
     header = lines[start]
     if "is_scheduled=true" not in header:

@@ -34,12 +34,12 @@ from jfsdp.plan.memory.buffer_assignment import LiveRanges, Value
 from jfsdp.plan.time.work import is_matmul
 
 PARTS = {
-    "parameters": "the masters at rest",
-    "work": "their low-precision copies at rest",
+    "parameters": "master parameters at rest",
+    "work": "low-precision copies of parameters at rest",
     "optimizer": "the optimizer's arrays that belong to a parameter",
     "copies": "copies of shards that XLA makes: cast for communication, or with dims in another order",
     "gathered": "weights as the units use them: results of all-gathers, and values computed only from weights",
-    "gradients": "of a unit being reduced, and the accumulators",
+    "gradients": "gradients of a unit being reduced, and the accumulators",
     "activations": "saved by the forward for the backward",
     "logits": "scores over the vocabulary, and their gradients",
     "attention": "made inside attention and not saved, with cuDNN's workspace",

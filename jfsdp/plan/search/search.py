@@ -206,7 +206,7 @@ def search_job(
       planner: plans a candidate, by default `plan_job`.
 
     Raises:
-      PlanUnavailable: if there is no compiler for this GPU.
+      PlanUnavailable: if JAX's CUDA plugin cannot compile for this GPU.
       ValueError: for options that training would refuse.
     """
 
@@ -274,7 +274,7 @@ class _Tries:
     limit_bytes: int
     budget_s: float
     plan: Callable[[StepOptions], Any]
-    say: Callable[[str], None]
+    on_progress: Callable[[str], None]
     found: dict[StepOptions, Candidate] = dataclasses.field(default_factory=dict)
     is_cut: bool = False
     longest_s: float = 0.0
@@ -345,7 +345,7 @@ class _Tries:
         """Compile a candidate and record its outcome."""
         one = Candidate(options, spaces.changes(options, self.default), Outcome.PLANNED)
         begin_s = time.perf_counter()
-        self.say(f"compiling {one.label}")
+        self.on_progress(f"compiling {one.label}")
         try:
             plan = self.plan(options)
         except PlanUnavailable:
@@ -365,4 +365,4 @@ class _Tries:
         text = f"{one.outcome.value}: {one.reason}"
         if one.is_planned:
             text = f"{one.step_s:.4f} s, {one.needed_bytes / 2**30:.1f} GiB" + " (does not fit)" * (not one.fits)
-        self.say(f"{len(self.found)}. {one.label}: {text} [{self.elapsed_s:.0f} of {self.budget_s:.0f} s]")
+        self.on_progress(f"{len(self.found)}. {one.label}: {text} [{self.elapsed_s:.0f} of {self.budget_s:.0f} s]")

@@ -4,7 +4,7 @@
 XLA combines and renames collectives and drops layer dims, so each array of a collective is attributed separately. The
 evidence is the unit in the engine's scopes (`jfsdp.gather.layers`), if the name still has one, and the array's shape,
 compared with the leaves' stored, logical and sliced shapes. Among several leaves of that shape, the array goes to the
-one with the most expected bytes remaining. So for a list of equal layers only the sums are certain, not the single
+one whose remaining expected elements fit best. So for a list of equal layers only the sums are certain, not the single
 rows. An array that fits no leaf is unknown, and is listed with its source line. A collective over model axes only
 (`tensor`) belongs to no leaf: it moves activations (activations.py).
 """
@@ -121,7 +121,7 @@ class Attribution:
         """Rank a candidate: by its unit's name in the scope if new in this collective, then by remaining elements."""
         is_named = leaf.unit in units and not taken[leaf.path]
         remaining = self._remaining(leaf, item)
-        # If several leaves have enough elements remaining, choose the one with the fewest.
+        # Among leaves with elements remaining, prefer the one whose remainder is closest to this array's elements.
         return is_named, remaining > 0, -abs(remaining - item.count * size), bool(leaf.stacked) == item.in_loop
 
     def _remaining(self, leaf: Leaf, item: Collective) -> float:

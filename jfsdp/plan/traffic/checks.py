@@ -147,9 +147,9 @@ class Check:
                 "all-reduce",
                 chosen,
                 size / 2,
-                f"{_name(unit)}: gradients of {len({part.path for part in chosen})} leaves are all-reduced where a "
-                f"reduce-scatter would do: {gb(size / 2)} too many per device and step; program 'manual' scatters (it "
-                "takes a loss that is a jfsdp.Loss)",
+                f"{_name(unit)}: gradients of {len({part.path for part in chosen})} leaves are all-reduced instead of "
+                f"reduce-scattered: {gb(size / 2)} too many per device and step; use program 'manual', with a loss "
+                "that returns jfsdp.Loss",
             )
 
     def _excess(self, kind: str) -> dict[Part, float]:
@@ -256,7 +256,7 @@ class Check:
             return
         in_loop = [part for part in self.ledger.parts if part.collective.in_loop]
         if not in_loop:
-            message = f"{share:.1%} of the bytes in loops, all unknown to theory, overlap, less than {least:.1%}"
+            message = f"{share:.1%} of all bytes in loops overlap, less than {least:.1%}; they fit no leaf"
             yield Finding("overlap", message, 0.0, "", "")
             return
         size = (1 - share) * sum(part.wire_bytes for part in in_loop)
