@@ -172,7 +172,7 @@ def find_template(tokenizer: str, chat_template: str | None) -> ChatTemplate | N
 
 
 def _read_templates(directory: Path) -> dict[str, str]:
-    """Return the templates of a tokenizer by name, from files, or from its configuration if there are no files."""
+    """Return the templates of a tokenizer by name, from its files or else from its configuration."""
     files = {"default": directory / "chat_template.jinja"}
     files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
     if any(file.exists() for file in files.values()):
