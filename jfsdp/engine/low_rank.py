@@ -87,12 +87,12 @@ def with_adapters(
     """
 
     def call(full: Any, rest: Any) -> Any:
-        own = {path: adapters[path] for path in full if path in adapters}
-        if not own:
+        adapters_here = {path: adapters[path] for path in full if path in adapters}
+        if not adapters_here:
             return run(full, rest)
         closed, shape = jax.make_jaxpr(run, return_shape=True)(full, rest)
         key = key_of(rest)
-        adapted = {path: _adapted(one, full, key) for path, one in own.items()}
+        adapted = {path: _adapted(one, full, key) for path, one in adapters_here.items()}
         values = jax.tree.leaves(({**full, **adapted}, rest), is_leaf=_is_adapted)
         outs = _eval(closed.jaxpr, closed.consts, values)
         for out in filter(_is_adapted, outs[: len(jax.tree.leaves(shape[:2]))]):

@@ -214,8 +214,8 @@ class ManualEngine(Engine):
             size = value.shape[dim] // jax.lax.axis_size(axes)
             return jax.lax.dynamic_slice_in_dim(value, jax.lax.axis_index(axes) * size, size, axis=dim)
 
-        own = {leaf.path: functools.partial(cut, leaf, sliced) for leaf, sliced in pairs}
-        return {leaf.path: self._by_part(leaf, sliced, own[leaf.path], whole[leaf.path]) for leaf, sliced in pairs}
+        cuts = {leaf.path: functools.partial(cut, leaf, sliced) for leaf, sliced in pairs}
+        return {leaf.path: self._by_part(leaf, sliced, cuts[leaf.path], whole[leaf.path]) for leaf, sliced in pairs}
 
     def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
         """All-gather leaves from their `kept` stage."""

@@ -96,7 +96,7 @@ def movements(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = 
     in_one = spec.program == XLA  # it sees the rows of all devices: no axis can be deferred, no group summed first
     running, found = layout.gathered(spec.gathered).gathered(layout.kept_in_pipeline, "kept"), []
     staged = _times_of_stages(running, spec.passes or default_passes(layout, spec.accumulate))
-    for leaf, now in zip(layout.moved, running.moved, strict=True):
+    for leaf, running_leaf in zip(layout.moved, running.moved, strict=True):
         times = spec.accumulate * (calls or {}).get(leaf.unit, 1)
         if layout.num_stages > 1:
             times = 1
@@ -104,9 +104,9 @@ def movements(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = 
             found += _gather(layout, leaf, leaf.source, STEP)
         elif leaf.unit in layout.kept_in_pipeline:
             found += _keep(layout, leaf)
-        for move in of_leaf(running, now, spec.deferred, in_one=in_one):
-            often = staged[leaf.unit].get(move.when, 1) if leaf.is_staged else times
-            found.append(move if move.when == LAST else dataclasses.replace(move, times=often))
+        for move in of_leaf(running, running_leaf, spec.deferred, in_one=in_one):
+            count = staged[leaf.unit].get(move.when, 1) if leaf.is_staged else times
+            found.append(move if move.when == LAST else dataclasses.replace(move, times=count))
     found += [move for leaf in layout.leaves if leaf.trainable for move in _updates(layout, leaf)]
     return tuple(move for move in found if move.wire_bytes)
 
@@ -136,12 +136,12 @@ def _times(passes: Passes, unit: str, layers: int, calls: StageCalls) -> dict[st
       layers: the number of layers in a stage.
     """
     is_first, is_last, is_left = (calls.stay and unit == end for end in (calls.first, calls.last, calls.left))
-    own, is_silent = Fraction(layers, passes.repeats), unit in calls.silent
+    per_pass, is_silent = Fraction(layers, passes.repeats), unit in calls.silent
     again = is_last and not (is_first and layers == 1)
     gathered = {
-        FORWARD: passes.forward * (own - is_first) + is_first,
-        BACKWARD: passes.backward * max(own - is_first - is_last, 0) + again,
-        CALL: passes.backward * own + is_left,  # the first backward reduces zeros
+        FORWARD: passes.forward * (per_pass - is_first) + is_first,
+        BACKWARD: passes.backward * max(per_pass - is_first - is_last, 0) + again,
+        CALL: passes.backward * per_pass + is_left,  # the first backward reduces zeros
     }
     return {when: Fraction(num * (when == FORWARD or not is_silent), layers) for when, num in gathered.items()}
 
@@ -160,9 +160,9 @@ def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bo
     if not leaf.trainable:
         return
     accumulator = accumulator_axes(leaf, deferred)
-    now = [axis for axis in layout.data_axes if axis not in deferred]
+    immediate = [axis for axis in layout.data_axes if axis not in deferred]
     inner = [axis for axis in _axes(leaf, leaf.source) if axis in accumulator and not in_one]
-    outer, split = ([axis for axis in axes if axis not in inner] for axes in (now, accumulator))
+    outer, split = ([axis for axis in axes if axis not in inner] for axes in (immediate, accumulator))
     yield from _sum(layout, leaf, CALL, inner, inner, 1)
     yield from _sum(layout, leaf, CALL, outer, split, layout.num_shards(inner))
     yield from _sum(layout, leaf, LAST, deferred, last_axes(leaf, deferred), layout.num_shards(accumulator))
@@ -179,8 +179,8 @@ def deferred_axes(layout: Layout, *, accumulate: int, once: bool, repeats: bool 
     if once and accumulate > 1:
         return layout.data_axes
     scattered = {axis for leaf in layout.leaves if leaf.trainable for axis in _axes(leaf, "opt")}
-    often = accumulate > 1 or layout.num_stages > 1 or repeats
-    return tuple(axis for axis in group_axes(layout) if often or axis in scattered)
+    repeated = accumulate > 1 or layout.num_stages > 1 or repeats
+    return tuple(axis for axis in group_axes(layout) if repeated or axis in scattered)
 
 
 def group_axes(layout: Layout) -> tuple[str, ...]:

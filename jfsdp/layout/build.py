@@ -63,12 +63,12 @@ def build_layout(
     owners = {path: unit for unit in units.values() for path in unit.leaves}
     adapters, codecs = tuple((rules.adapters or {}).values()), rules.codecs or {}
     added = {one.name(part) for one in adapters for part in one.leaves} | {*map(scales_of, codecs)}
-    own = {path: leaf for path, leaf in leaves.items() if path not in added}
-    stacked = {path: owners[path].stacked for path in own}
-    placed = find_placements(rules.placements, own, stacked, types or {})
+    model_leaves = {path: leaf for path, leaf in leaves.items() if path not in added}
+    stacked = {path: owners[path].stacked for path in model_leaves}
+    placed = find_placements(rules.placements, model_leaves, stacked, types or {})
     requested = {path: one.cuts for path, one in placed.items() if one.cuts is not None}
-    cuts = find_cuts(own, stacked, names or {}, sizes, rules.axis_rules, requested)
-    choices = choose_own(own, strategy, rules, placed, types or {}, sizes, cuts)
+    cuts = find_cuts(model_leaves, stacked, names or {}, sizes, rules.axis_rules, requested)
+    choices = choose_own(model_leaves, strategy, rules, placed, types or {}, sizes, cuts)
     choices |= choose_added(choices, adapters, codecs, sizes)
     build = functools.partial(_build_leaf, sizes=sizes, min_size=min_size, offload=offload or OffloadPolicy())
     table = tuple(
@@ -174,8 +174,8 @@ def _choose_dim(
     if choice.is_ignored:
         return DimChoice(None, 0, f"replicated: {choice.placed}")
     num_shards = max(math.prod(sizes.get(axis, 1) for axis in stage.axes) for stage in stages.values() if stage)
-    own = {"stacked": unit.stacked, "min_size": min_size, "dim": choice.dim, "cuts": choice.cuts}
-    return choose_dim(path, shape, num_shards, **own)
+    options = {"stacked": unit.stacked, "min_size": min_size, "dim": choice.dim, "cuts": choice.cuts}
+    return choose_dim(path, shape, num_shards, **options)
 
 
 def _reason(split: DimChoice, choice: Choice, dtype: str, users: tuple[str, ...] | None) -> str:

@@ -109,8 +109,8 @@ class Leaf:
     def in_stage(self) -> Leaf:
         """Return the leaf in one stage of a pipeline, with only the layers of that stage."""
         cuts = tuple(cut for cut in self.cuts if cut.dim >= self.stacked)
-        own = cut_sizes(self.shape[: self.stacked], self.cuts)
-        return dataclasses.replace(self, shape=(*own, *self.shape[self.stacked :]), cuts=cuts)
+        sizes = cut_sizes(self.shape[: self.stacked], self.cuts)
+        return dataclasses.replace(self, shape=(*sizes, *self.shape[self.stacked :]), cuts=cuts)
 
     @property
     def stored_shape(self) -> tuple[int, ...]:

@@ -308,8 +308,8 @@ def part_weights(block: Block, weights: Mapping[str, Any]) -> None:
     for item in block.items:
         if isinstance(item, Code):
             item.weights = {path: var for path, var in sorted(weights.items()) if var in item.inputs}
-            own = set(item.weights.values())
-            item.inputs = [var for var in item.inputs if var not in own]
+            variables = set(item.weights.values())
+            item.inputs = [var for var in item.inputs if var not in variables]
             item.jaxpr = item.jaxpr.replace(invars=[*item.inputs, *item.weights.values()])
 
 

@@ -134,11 +134,13 @@ def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]
     ((at, loop),) = found.items()
     # Flax traces the body of a Linen scan once more, only to check it: a call without outputs.
     rest = [eqn for place, eqn in enumerate(closed.jaxpr.eqns) if place != at and eqn.outvars]
-    outside, own = closed.jaxpr.replace(eqns=rest), {call.unit for call in loop.calls}
+    outside, units = closed.jaxpr.replace(eqns=rest), {call.unit for call in loop.calls}
     for eqn in dataflow.all_eqns(outside):
         call = calls.get(str(eqn.params.get("name", "")))
         if call is not None and call.unit in staged:
-            scan, instead = ("its layers too", "") if call.unit in own else (f"the layers of {min(own)!r}", _LEAVE_OUT)
+            scan, instead = (
+                ("its layers too", "") if call.unit in units else (f"the layers of {min(units)!r}", _LEAVE_OUT)
+            )
             raise ValueError(
                 f"unit {call.unit!r} is called outside of the scan over {scan}, and stages of a pipeline (mesh axis "
                 f"{PIPE!r}) call only their own layers; {instead}{_REMEDY}"

@@ -185,8 +185,8 @@ class _Pipeline:
             return total + core.eval_jaxpr(jaxpr, (), *values)[0].astype(total.dtype), None
 
         num = jax.tree.leaves(self.rows)[0].shape[0]
-        own, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), jnp.arange(num))
-        total = self.engine.sum_rows(own)
+        local, _ = jax.lax.scan(add, jnp.zeros((), jnp.float32), jnp.arange(num))
+        total = self.engine.sum_rows(local)
         total = jnp.where(total == 0, 1.0, total)
         self.cotangent = self.cotangent / total
         return total

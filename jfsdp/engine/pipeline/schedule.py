@@ -185,13 +185,13 @@ def _check(schedule: Schedule, stages: int, microbatches: int, repeats: int) -> 
     times = _Times(schedule, microbatches, repeats)
     for place in range(repeats * stages):
         for m in range(microbatches):
-            own, back = times.forward(place, m), times.backward(place, m)
-            if place and own <= times.forward(place - 1, m):
-                _refuse("forward", place, stages, m, own, "the forward of the stage before it, one tick earlier")
-            if place < repeats * stages - 1 and back <= times.backward(place + 1, m):
-                _refuse("backward", place, stages, m, back, "the backward of the stage after it, one tick earlier")
-            if back < own:
-                _refuse("backward", place, stages, m, back, "its own forward")
+            fwd, bwd = times.forward(place, m), times.backward(place, m)
+            if place and fwd <= times.forward(place - 1, m):
+                _refuse("forward", place, stages, m, fwd, "the forward of the stage before it, one tick earlier")
+            if place < repeats * stages - 1 and bwd <= times.backward(place + 1, m):
+                _refuse("backward", place, stages, m, bwd, "the backward of the stage after it, one tick earlier")
+            if bwd < fwd:
+                _refuse("backward", place, stages, m, bwd, "its own forward")
 
 
 def _refuse(name: str, place: int, stages: int, microbatch: int, tick: int, needs: str) -> None:
@@ -354,11 +354,11 @@ def _place(spans: Sequence[Sequence[tuple[int, int]]], ticks: int, later: int) -
     stages = len(spans)
     write, read = np.full((ticks, stages), IDLE), np.zeros((ticks, stages), int)
     busy: list[list[set[int]]] = [[set() for _ in range(ticks + 1)] for _ in range(stages)]
-    for stage, own in enumerate(spans):
-        for start, end in sorted(own):
-            held = range(start + later, end + 1)
-            place = next(p for p in range(ticks + 1) if not any(p in busy[stage][tick] for tick in held))
-            for tick in held:
+    for stage, stage_spans in enumerate(spans):
+        for start, end in sorted(stage_spans):
+            waits = range(start + later, end + 1)
+            place = next(p for p in range(ticks + 1) if not any(p in busy[stage][tick] for tick in waits))
+            for tick in waits:
                 busy[stage][tick].add(place)
             write[start, stage], read[end, stage] = place, place
     num = int(max(write.max(), 0)) + 1

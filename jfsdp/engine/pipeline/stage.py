@@ -141,7 +141,7 @@ class Stage:
         block = parts.stage(length)
         shards = {place: names[var] for place, var in enumerate(block.inputs) if var in names}
         given, live = inexact(parts.begins), inexact(block.outputs)
-        step = Step(self.engine, self.prefetch, block, shards, source, given, live, _own(weights.first))
+        step = Step(self.engine, self.prefetch, block, shards, source, given, live, _squeeze(weights.first))
         return step, [values[var] for var in block.inputs]
 
     def ends(self, source: Arrays, given: Any) -> tuple[Any, Any]:
@@ -159,7 +159,7 @@ class Stage:
         self.calls = StageCalls(
             stay and first is not None, order[0][0].unit, order[-1][0].unit, left, tuple(sorted(silent))
         )
-        return _all(first), _all(last)
+        return _expand(first), _expand(last)
 
     def saved(self, weights: StageWeights, given: Any) -> Any:
         """Return the values that wait for a microbatch's backward, and the gradients it may leave, for their shapes."""
@@ -169,14 +169,14 @@ class Stage:
         forward.run(flat)
         self._impls = jax.tree.map(lambda x: str(jax.random.key_impl(x)) if is_key(x) else "", forward.records)
         left = {path: jnp.zeros(x.shape, x.dtype) for path, x in Backward(step, (), None).leftover_shapes().items()}
-        return _all(_numbers(forward.records)), _all(left)
+        return _expand(_numbers(forward.records)), _expand(left)
 
     def forward(self, staged: tuple[StageWeights, Waiting, Row], given: Any) -> tuple[Waiting, Any]:
         """Compute the layers of a microbatch; return also the weights of the last call."""
         (weights, waiting, row), (entered, *rows) = staged, given
-        task, came = self._task(row["forward"][0], rows), _take(waiting.inputs, row["inputs_read"])
+        task, received = self._task(row["forward"][0], rows), _take(waiting.inputs, row["inputs_read"])
         is_first = (jax.lax.axis_index(PIPE) == 0) & (task[0] == 0)
-        begins = [_choose(is_first, new, x) for new, x in zip(entered, came, strict=True)]
+        begins = [_choose(is_first, new, x) for new, x in zip(entered, received, strict=True)]
         step, flat = self._program(weights, rows, task, begins)
         forward = Forward(step)
         outs = typed(forward.run(flat), step.block.outputs)
@@ -185,7 +185,7 @@ class Stage:
             hidden=_put(waiting.hidden, row["hidden_write"], outs),
             saved=_put(waiting.saved, row["saved_write"], _numbers(forward.records)),
         )
-        return waiting, None if weights.first is None else _all(forward.last)
+        return waiting, None if weights.first is None else _expand(forward.last)
 
     def ended(self, staged: tuple[list[Any], Row], given: Any) -> list[Any]:
         """Send the last stage's outputs to all stages."""
@@ -197,24 +197,24 @@ class Stage:
         (weights, last, waiting, row), (found, *rows) = staged, given
         is_any, task = row["backward"][0] >= 0, self._task(row["backward"][0], rows)
         is_last = (jax.lax.axis_index(PIPE) == self.num_stages - 1) & (task[0] == self.repeats - 1)
-        came = _take(waiting.cotangents, row["cotangents_read"])
-        cotangents = [_choose(is_last, new, x) for new, x in zip(found, came, strict=True)]
+        received = _take(waiting.cotangents, row["cotangents_read"])
+        cotangents = [_choose(is_last, new, x) for new, x in zip(found, received, strict=True)]
         cotangents = [jnp.where(is_any, x, 0) for x in cotangents]
         step, flat = self._program(weights, rows, task, self.unread())
         _prepare(step, flat)
         as_key = lambda x, impl: jax.random.wrap_key_data(x, impl=impl) if impl else x  # noqa: E731
         records = jax.tree.map(as_key, _take(waiting.saved, row["saved_read"]), self._impls)
-        own = self._of_part(waiting.sums, task[0])
-        backward = Backward(step, records, own, _own(last))
+        part_sums = self._of_part(waiting.sums, task[0])
+        backward = Backward(step, records, part_sums, _squeeze(last))
         if weights.first is not None:
             # Otherwise XLA reduces them before the layers' forward, with no computation to overlap.
-            begun, cotangents = jax.lax.optimization_barrier((_own(waiting.left), cotangents))
+            begun, cotangents = jax.lax.optimization_barrier((_squeeze(waiting.left), cotangents))
             backward.begin(begun)
-        own, left = backward.run(cotangents)
-        sums = self._with_part(waiting.sums, own, task[0])
+        part_sums, left = backward.run(cotangents)
+        sums = self._with_part(waiting.sums, part_sums, task[0])
         sent = _put(waiting.cotangents, row["cotangents_write"], [self._send(x, -1) for x in left])
         waiting = waiting._replace(
-            cotangents=sent, sums=sums, left=waiting.left if weights.first is None else _all(backward.left)
+            cotangents=sent, sums=sums, left=waiting.left if weights.first is None else _expand(backward.left)
         )
         return waiting, [_from_stage(0, x) for x in left]
 
@@ -224,7 +224,7 @@ class Stage:
         if weights.first is None:
             return waiting.sums
         backward = Backward(self._program(weights, rows, (0, 0), entered)[0], (), waiting.sums)
-        backward.begin(_own(waiting.left))
+        backward.begin(_squeeze(waiting.left))
         backward.left = None
         backward.end()
         return backward.sums.totals
@@ -233,11 +233,11 @@ class Stage:
         """Return placeholders for the inputs of the layers, for a program that does not read them."""
         return [jnp.zeros(atom.aval.shape, atom.aval.dtype) for atom in self.trace.parts.begins]
 
-    def _send(self, x: jax.Array, far: int) -> jax.Array:
+    def _send(self, x: jax.Array, offset: int) -> jax.Array:
         """Send to the next stage, or the previous one; a stage without a sender gets zeros. Repeats wrap around."""
         num = self.num_stages
-        goes = [(stage, stage + far) for stage in range(num)]
-        pairs = [(a, b % num) for a, b in goes if 0 <= b < num or self.repeats > 1]
+        targets = [(stage, stage + offset) for stage in range(num)]
+        pairs = [(a, b % num) for a, b in targets if 0 <= b < num or self.repeats > 1]
         return jax.lax.ppermute(x, PIPE, pairs)
 
 
@@ -256,8 +256,8 @@ def _choose(mark: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
 
 def _from_stage(stage: int, x: jax.Array) -> jax.Array:
     """Send one stage's value to all stages. Cost: an all-reduce over axis `pipe`."""
-    own = jnp.where(jax.lax.axis_index(PIPE) == stage, x, jnp.zeros_like(x))
-    return jax.lax.psum(own.astype(jnp.int8), PIPE).astype(bool) if x.dtype == bool else jax.lax.psum(own, PIPE)
+    masked = jnp.where(jax.lax.axis_index(PIPE) == stage, x, jnp.zeros_like(x))
+    return jax.lax.psum(masked.astype(jnp.int8), PIPE).astype(bool) if x.dtype == bool else jax.lax.psum(masked, PIPE)
 
 
 def _numbers(values: Any) -> Any:
@@ -265,12 +265,12 @@ def _numbers(values: Any) -> Any:
     return jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, values)
 
 
-def _all(own: Any) -> Any:
+def _expand(own: Any) -> Any:
     """Add the dim along which the arrays of all stages are concatenated."""
     return jax.tree.map(lambda x: x[None], own)
 
 
-def _own(staged: Any) -> Any:
+def _squeeze(staged: Any) -> Any:
     """Remove the dim that `_all` adds."""
     return jax.tree.map(lambda x: x[0], staged)
 

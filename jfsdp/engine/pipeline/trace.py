@@ -39,8 +39,8 @@ class Trace:
 
     def flat(self, rows: Any, state: Arrays, weights: Arrays) -> list[Any]:
         """Return the inputs of the trace without the root's weights; None for weights that are not given."""
-        own = [weights.get(name) for name in self.names]
-        return [*self.consts, *jax.tree.leaves(rows), *own, *jax.tree.leaves(state)]
+        inner = [weights.get(name) for name in self.names]
+        return [*self.consts, *jax.tree.leaves(rows), *inner, *jax.tree.leaves(state)]
 
 
 def rows_of(rows: Any, microbatch: Any) -> tuple[Any, Arrays]:
@@ -51,8 +51,8 @@ def rows_of(rows: Any, microbatch: Any) -> tuple[Any, Arrays]:
         the state.
     """
     micro, before, always = rows
-    own, changed = jax.tree.map(lambda x: at(x, microbatch), (micro, before))
-    return own, always | changed
+    rows_now, changed = jax.tree.map(lambda x: at(x, microbatch), (micro, before))
+    return rows_now, always | changed
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
