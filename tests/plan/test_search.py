@@ -239,7 +239,7 @@ def test_placements_keep_groups_inside_a_node_and_leave_other_axes():
         ((("foo", 8),), ("mesh axis 'foo'", "replica")),
         ((("fsdp", 0),), ("'fsdp': 0", "-1")),
         ((("fsdp", -1), ("replica", -1)), ("only one",)),
-        ((("fsdp", 4),), ("--mesh fsdp=4", "4 devices", "the 8 of the cluster", "-1")),
+        ((("fsdp", 4),), ("--mesh fsdp=4", "sizes, 4,", "number of devices, 8", "-1")),
     ],
 )
 def test_a_mesh_that_no_cluster_has_is_refused_by_what_is_wrong(mesh, words):
