@@ -11,16 +11,21 @@ from typing import Any
 import jax
 
 from jfsdp.layout.layout import Layout
+from jfsdp.layout.leaf import HOST
 from jfsdp.layout.mesh import PIPE, model_mesh
+from jfsdp.layout.report import leaf_bytes
 from jfsdp.plan.bound import Bound
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import topology_devices
 from jfsdp.plan.jobs import bound_job, find_planned_job, mesh_sizes, shard_planned
 from jfsdp.plan.plan import Plan
 from jfsdp.train.step.loss import as_loss
+from jfsdp.train.update.stream import WINDOW
 from jfsdp.trainer.options import StepOptions
 
+_STATE = ("parameters", "work", "optimizer", "state")
 _BY_ROWS = ("activations", "logits", "attention", "compute", "workspace", "batch")
+_SCHEDULER_SHARE = 0.8  # memory that XLA's scheduler may use, over the GPU's
 _MAX_USED_SHARE = 0.9  # largest estimate that is suggested, over the limit
 _MIN_EXPOSED_SHARE = 0.02  # exposed time over step time from which keeping parameters gathered is suggested
 _MAX_REMAINING_SHARE = 0.97  # a change that reduces memory must leave at most this share
@@ -47,16 +52,18 @@ class Advice:
 def advise_job(options: StepOptions, cluster: Cluster, limit_bytes: int, known: Plan | Bound) -> list[Advice]:
     """Return changes that use a GPU's memory if half of it is free, or that make a job fit, in the order to try them.
 
+    If nothing fits on the cluster's nodes, the last ones say on how many nodes the job fits.
+
     Args:
       limit_bytes: GPU memory that the step may use.
-      known: the plan of the job, or its bound. With a bound only changes of the state are considered.
+      known: the plan of the job, or its bound. With a bound, activations and logits are not counted.
     """
     plan = known if isinstance(known, Plan) else None
-    needed_bytes = known.needed_bytes if isinstance(known, Plan) else known.state_bytes
-    estimate = _Estimate(options, cluster, plan, needed_bytes)
-    if estimate.needed_bytes > limit_bytes:
+    estimate = _Estimate(options, cluster, plan)
+    needed_bytes = plan.needed_bytes if plan else estimate.after({}) or 0
+    if needed_bytes > limit_bytes:
         return _reduce(estimate, limit_bytes)
-    return list(_use(estimate, limit_bytes)) if plan and plan.needed_bytes < limit_bytes / 2 else []
+    return list(_use(estimate, limit_bytes, plan)) if plan and needed_bytes < limit_bytes / 2 else []
 
 
 def saved_bytes(options: StepOptions, devices: Any) -> int:
@@ -86,16 +93,16 @@ def saved_bytes(options: StepOptions, devices: Any) -> int:
 
 
 class _Estimate:
-    """Estimates the memory of a job after changes of its options."""
+    """Estimates the memory of a job after changes of its options: the larger one of its passes and its update."""
 
-    def __init__(self, options: StepOptions, cluster: Cluster, plan: Plan | None, needed_bytes: int) -> None:
-        self.options, self.cluster, self.plan, self.needed_bytes = options, cluster, plan, needed_bytes
+    def __init__(self, options: StepOptions, cluster: Cluster, plan: Plan | None) -> None:
+        self.options, self.cluster, self.plan = options, cluster, plan
         self.sizes = mesh_sizes(options.mesh, cluster.num_devices)
         self._saved: dict[Any, int] = {}
 
     def after(self, changes: dict[str, Any]) -> int | None:
         """Estimate the bytes per device; None if training would refuse the changes."""
-        changes = dict(changes)
+        changes, plan, memory_bytes = dict(changes), self.plan, self.cluster.gpu.memory_bytes
         cluster = dataclasses.replace(self.cluster, nodes=changes.pop("nodes", self.cluster.nodes))
         options = dataclasses.replace(self.options, **changes)
         try:
@@ -104,23 +111,45 @@ class _Estimate:
                 bound = bound_job(options, cluster)
         except ValueError:
             return None
-        if self.plan is None:
-            return bound.state_bytes
-        by_rows = {name: self.plan.memory.parts[name] for name in _BY_ROWS}
-        grads = self.plan.memory.parts["gradients"]
-        others = self.needed_bytes - self.plan.state.total - sum(by_rows.values()) - grads
-        grads *= _grad_bytes(bound.layout) / max(1, _grad_bytes(self.plan.layout))
+        if plan is None:
+            return _least_bytes(bound, memory_bytes)
+        grads, passes = _grad_bytes(bound.layout), dict(plan.memory.passes)
         if options.remat != self.options.remat:
             if options.remat not in self._saved:
                 same = dataclasses.replace(self.options, remat=options.remat)
                 self._saved[options.remat] = saved_bytes(same, topology_devices(self.cluster))
-            by_rows["activations"] = self._saved[options.remat]
-        ratio = _rows(options, cluster) / _rows(self.options, self.cluster)
-        return int(bound.state_bytes + grads + others + sum(by_rows.values()) * ratio)
+            passes["activations"] = self._saved[options.remat]
+        shards = grads / max(1, _grad_bytes(plan.layout))
+        rows = _rows(options, cluster) / _rows(self.options, self.cluster)
+        scale = {"gradients": shards, **dict.fromkeys(_BY_ROWS, rows), **dict.fromkeys(_STATE, 0)}
+        update = grads + _streamed_bytes(bound, memory_bytes)
+        if options.offload == self.options.offload:
+            update = max(update, shards * sum(size for name, size in plan.memory.update.items() if name not in _STATE))
+        in_passes = sum(scale.get(name, 1) * size for name, size in passes.items())
+        return int(bound.state_bytes + plan.memory.fragmentation_bytes + max(in_passes, update))
 
 
 def _grad_bytes(layout: Layout) -> int:
     return sum(layout.stage_bytes(leaf, "grad") for leaf in layout.leaves if leaf.trainable)
+
+
+def _streamed_bytes(bound: Bound, memory_bytes: int) -> int:
+    """Return the bytes per device of an offloaded state that an update copies at a time: that of `WINDOW` parameters.
+
+    New parameters count too, because they do not replace the old ones. XLA's scheduler counts host memory as the
+    device's (0.10.2, 0.12). If arguments and copies exceed its limit, it copies one parameter's state at a time.
+    """
+    layout, state = bound.layout, bound.state
+    on_host = ((size, layout.by_path[path]) for path, size in state.host_by_leaf.items())
+    sizes = sorted((size + leaf_bytes(layout, leaf, HOST), size) for size, leaf in on_host)
+    streamed = sum(size for size, _ in sizes[-WINDOW:])
+    counted = state.total + state.host_total + _grad_bytes(layout) + streamed
+    return streamed if counted <= _SCHEDULER_SHARE * memory_bytes else sizes[-1][1]
+
+
+def _least_bytes(bound: Bound, memory_bytes: int) -> int:
+    streamed = _streamed_bytes(bound, memory_bytes)
+    return bound.state_bytes + _grad_bytes(bound.layout) + max(bound.unit_bytes, streamed)
 
 
 def _rows(options: StepOptions, cluster: Cluster) -> float:
@@ -129,10 +158,9 @@ def _rows(options: StepOptions, cluster: Cluster) -> float:
     return options.batch_per_device / options.accumulate / tensor
 
 
-def _use(estimate: _Estimate, limit_bytes: int) -> Iterator[Advice]:
+def _use(estimate: _Estimate, limit_bytes: int, plan: Plan) -> Iterator[Advice]:
     """Yield separate changes that trade memory for time: less recomputation, more rows, fewer gathers."""
-    options, plan = estimate.options, estimate.plan
-    assert plan is not None
+    options = estimate.options
 
     def advice(changes: dict[str, Any], parts: str) -> Iterator[Advice]:
         needed = estimate.after(changes)
@@ -141,8 +169,9 @@ def _use(estimate: _Estimate, limit_bytes: int) -> Iterator[Advice]:
 
     if options.remat == "full" and not plan.pipeline:
         yield from advice({"remat": "dots"}, "no matrix product is computed twice")
-    by_rows = sum(plan.memory.parts[name] for name in _BY_ROWS)
-    times = (_MAX_USED_SHARE * limit_bytes - plan.needed_bytes + by_rows) / max(by_rows, 1)
+    by_rows = sum(plan.memory.passes[name] for name in _BY_ROWS)
+    in_passes = sum(plan.memory.passes.values()) + plan.memory.fragmentation_bytes
+    times = (_MAX_USED_SHARE * limit_bytes - in_passes + by_rows) / max(by_rows, 1)
     if options.accumulate > 1 and not plan.pipeline:
         yield from advice({"accumulate": 1}, "fewer gathers and larger matrix products")
     elif times >= 2:
@@ -152,17 +181,18 @@ def _use(estimate: _Estimate, limit_bytes: int) -> Iterator[Advice]:
     is_resharded = options.reshard_after_forward is None and plan.layout.strategy.axes("param")
     if is_resharded and clock.exposed_s > _MIN_EXPOSED_SHARE * clock.step_s and not plan.pipeline:
         whole = sum(plan.layout.stage_bytes(leaf, "use") for leaf in plan.layout.leaves)
-        if (needed := plan.needed_bytes + whole) <= _MAX_USED_SHARE * limit_bytes:
+        if (needed := max(plan.needed_bytes, in_passes + whole)) <= _MAX_USED_SHARE * limit_bytes:
             yield Advice(kept, needed, "parameters are gathered once a microbatch")
 
 
 def _reduce(estimate: _Estimate, limit_bytes: int) -> list[Advice]:
     """Return cumulative changes that reduce memory, up to the first that fits.
 
-    If it offloads something, also return the number of nodes that fit the job without offloading.
+    If nothing fits, also return the number of nodes that fit all changes; if it offloads something, the number of
+    nodes that fit the job without offloading.
     """
     found: list[Advice] = []
-    before, needed = {}, estimate.needed_bytes
+    before, needed = {}, estimate.after({}) or 0
     for changes, parts in _reductions(estimate):
         after = estimate.after(before | changes)
         if after is not None and after < _MAX_REMAINING_SHARE * needed:
@@ -170,32 +200,33 @@ def _reduce(estimate: _Estimate, limit_bytes: int) -> list[Advice]:
             found.append(Advice(before, needed, parts))
         if needed <= limit_bytes:
             break
-    if needed <= limit_bytes and "offload" in before:
-        resident = {name: value for name, value in before.items() if name != "offload"}
+    resident = next((one.changes for one in reversed(found) if "offload" not in one.changes), {})
+    for kept in [before] * (needed > limit_bytes) + [resident] * ("offload" in before):
         for power in range(1, _MAX_DOUBLINGS):
-            changes = resident | {"nodes": estimate.cluster.nodes * 2**power}
+            changes = kept | {"nodes": estimate.cluster.nodes * 2**power}
             if (after := estimate.after(changes)) is not None and after <= limit_bytes:
-                return [*found, Advice(changes, after, "or more GPUs")]
+                found.append(Advice(changes, after, "or more GPUs"))
+                break
     return found
 
 
 def _reductions(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield changes of the options that reduce memory, the cheapest in time first."""
+    """Yield changes of the options that reduce memory: the cheapest in time first, and a smaller global batch last."""
     options, cluster, sizes = estimate.options, estimate.cluster, estimate.sizes
     model_axes = tuple((axis, size) for axis, size in sizes.items() if axis not in ("replica", "fsdp"))
     if sizes.get("replica", 1) > 1:
         yield {"mesh": (("fsdp", -1), *model_axes), "strategy": "full_shard"}, "the state, over all GPUs"
     if options.strategy != "full_shard":
         yield {"strategy": "full_shard"}, "parameters, gradients and optimizer states"
-    if estimate.plan is not None:
-        if options.remat != "full" and PIPE not in sizes:
-            yield {"remat": "full"}, "activations"
-        if PIPE not in sizes and options.accumulate < options.batch_per_device:
-            yield {"accumulate": options.batch_per_device}, "activations and logits"
-        job = find_planned_job(options)
-        if "tensor" not in sizes and (job.placements or job.axis_rules is not None) and cluster.gpus_per_node > 1:
-            mesh = (("fsdp", -1), *model_axes)
-            yield {"mesh": (*mesh, ("tensor", cluster.gpus_per_node))}, "activations; a smaller global batch"
+    if estimate.plan is not None and options.remat != "full" and PIPE not in sizes:
+        yield {"remat": "full"}, "activations"
+    if estimate.plan is not None and PIPE not in sizes and options.accumulate < options.batch_per_device:
+        yield {"accumulate": options.batch_per_device}, "activations and logits"
     for kinds, part in ((("opt_state",), "optimizer states"), (("opt_state", "params"), "parameters")):
         if not {*kinds} <= {*options.offload}:
             yield {"offload": tuple(dict.fromkeys((*options.offload, *kinds)))}, f"{part}, to the host"
+    job = find_planned_job(options)
+    can_cut = "tensor" not in sizes and (job.placements or job.axis_rules is not None)
+    if estimate.plan is not None and can_cut and cluster.gpus_per_node > 1:
+        mesh = (("fsdp", -1), *model_axes, ("tensor", cluster.gpus_per_node))
+        yield {"mesh": mesh}, "activations; a smaller global batch"

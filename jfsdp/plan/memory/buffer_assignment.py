@@ -21,6 +21,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+NEVER = 1 << 62  # after the last step of a schedule
 HOST_COLOR = 5  # how XLA's buffer assignment marks host memory; the layout says S(5)
 
 
@@ -178,13 +179,19 @@ def _index(text: str) -> tuple[int, ...]:
     return tuple(int(place) for place in text.split(",") if place)
 
 
-def find_peak(allocations: Iterable[Allocation], ranges: LiveRanges) -> Moment:
-    """Find the step with the most live bytes of temporaries; see [Note: the moment of the peak]."""
+def find_peak(allocations: Iterable[Allocation], ranges: LiveRanges, first: int = 0, last: int = NEVER) -> Moment:
+    """Find the step with the most live bytes of temporaries; see [Note: the moment of the peak].
+
+    Args:
+      first, last: the steps to consider.
+    """
     timed = [
-        (place, ranges[value.name, value.index], value)
+        (place, (max(start, first), min(end, last)), value)
         for place, allocation in enumerate(allocations)
         if allocation.is_temp
         for value in allocation.values
+        for start, end in [ranges[value.name, value.index]]
+        if start <= last and first <= end
     ]
     best = Moment(0, ())
     for bound, step in _bounds(timed):

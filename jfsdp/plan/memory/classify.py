@@ -30,7 +30,7 @@ from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.flow import Flow, Place, is_collective
 from jfsdp.plan.hlo.op_names import find_argument, find_scopes
 from jfsdp.plan.hlo.parse import Instruction
-from jfsdp.plan.memory.buffer_assignment import LiveRanges, Value
+from jfsdp.plan.memory.buffer_assignment import NEVER, LiveRanges, Value
 from jfsdp.plan.time.work import is_matmul
 
 PARTS = {
@@ -162,7 +162,7 @@ class Classifier:
         if uses and len(value.dims) > 1 and _unordered(value.dims) in self._accumulators:
             return "gradients"
         start, end = self.ranges.get((value.name, value.index), (0, 0))
-        if uses and "transpose(" not in op_name and start < self._backward_start <= end:
+        if uses and "transpose(" not in op_name and start < self.backward[0] <= end:
             return "activations"
         if _is_attention(instruction, op_name):
             return "attention"
@@ -270,15 +270,15 @@ class Classifier:
         return {size, *(size // cut.parts for cut in cuts)}
 
     @functools.cached_property
-    def _backward_start(self) -> float:
-        """The first step of the backward in the schedule. Values computed only from weights do not count."""
+    def backward(self) -> tuple[int, int]:
+        """The first and last step of the backward in the schedule. Values computed only from weights do not count."""
         starts = [
             start
             for (name, index), (start, _) in self.ranges.items()
             if name in self.flow.by_name and "transpose(" in self.flow.by_name[name].op_name
             if self.flow.depends_on((self.flow.by_name[name], index)) & ~(self._weights | self.flow.gathered_bit)
         ]
-        return min(starts, default=math.inf)
+        return min(starts, default=NEVER), max(starts, default=NEVER)
 
 
 def _is_attention(instruction: Instruction, op_name: str) -> bool:

@@ -42,6 +42,7 @@ class Memory:
       fragmentation_bytes: the heap of temporaries less its live bytes at the peak; not one of the parts.
       host_bytes: arguments and temporaries of one device in host memory.
       parts: bytes by part, the keys of `PARTS`.
+      passes, update: the same at the fullest moment until the end of the backward, and after it; one equals `parts`.
       moment: the phase of the step at the peak, and the line of the user's program.
       buffers: all live buffers at the peak, largest first.
     """
@@ -50,6 +51,8 @@ class Memory:
     fragmentation_bytes: int
     host_bytes: int
     parts: Mapping[str, int]
+    passes: Mapping[str, int]
+    update: Mapping[str, int]
     moment: str
     buffers: tuple[Buffer, ...]
 
@@ -77,25 +80,31 @@ def breakdown(compiled: CompiledStep, module: Module, layout: Layout, *, vocab_s
     classifier = Classifier(Flow(module), layout, ranges, schedule, vocab_size or guess_vocab(layout))
     host = [allocation for allocation in used if _is_on_host(allocation, classifier)]
     device = [allocation for allocation in used if allocation not in host]
-    moment = find_peak(device, ranges)
+    last = classifier.backward[1]
+    moments = find_peak(device, ranges, 0, last), find_peak(device, ranges, last + 1)
+    permanent = list(_permanent(device, classifier))
     live = [
-        *_permanent(device, classifier),
-        *(classifier.classify(value, size) for value, size in moment.covered if not value.is_table),
+        [*permanent, *(classifier.classify(value, size) for value, size in moment.covered if not value.is_table)]
+        for moment in moments
     ]
-    parts = collections.Counter(dict.fromkeys(PARTS, 0))
-    for buffer in live:
+    totals = [collections.Counter(dict.fromkeys(PARTS, 0)) for _ in moments]
+    for parts, buffer in ((parts, buffer) for parts, buffers in zip(totals, live, strict=True) for buffer in buffers):
         parts[buffer.part] += buffer.num_bytes
-    tables = sum(size for value, size in moment.covered if value.is_table)
-    peak = parts.total() + tables if host else compiled.memory_stats.peak_memory_in_bytes
-    parts["unattributed"] += peak - parts.total()
+    most = max((0, 1), key=lambda place: moments[place].num_bytes)
+    tables = sum(size for value, size in moments[most].covered if value.is_table)
+    peak = totals[most].total() + tables if host else compiled.memory_stats.peak_memory_in_bytes
+    for moment, parts in zip(moments, totals, strict=True):
+        parts["unattributed"] += peak - moments[most].num_bytes + moment.num_bytes - parts.total()
     temporaries = sum(allocation.num_bytes for allocation in device if allocation.is_temp)
     return Memory(
         peak_bytes=peak,
-        fragmentation_bytes=temporaries - moment.num_bytes,
+        fragmentation_bytes=temporaries - moments[most].num_bytes,
         host_bytes=sum(allocation.num_bytes for allocation in host),
-        parts=dict(parts),
-        moment=classifier.moment(schedule.get(moment.step, "")),
-        buffers=tuple(sorted(live, key=lambda buffer: -buffer.num_bytes)),
+        parts=dict(totals[most]),
+        passes=dict(totals[0]),
+        update=dict(totals[1]),
+        moment=classifier.moment(schedule.get(moments[most].step, "")),
+        buffers=tuple(sorted(live[most], key=lambda buffer: -buffer.num_bytes)),
     )
 
 
