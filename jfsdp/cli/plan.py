@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import sys
@@ -85,11 +86,11 @@ class PlanJob(StepOptions):
             return self._estimate(cluster, reserve_bytes)
         with without_plugin_chatter():
             topology_devices(cluster)
-        if self.inference:
-            return self._inference(cluster, reserve_bytes)
-        return (self._search if self.search else self._plan)(
-            cluster, reserve_bytes=reserve_bytes, documents_per_row=self.documents_per_row
-        )
+            if self.inference:
+                return self._inference(cluster, reserve_bytes)
+            return (self._search if self.search else self._plan)(
+                cluster, reserve_bytes=reserve_bytes, documents_per_row=self.documents_per_row
+            )
 
     def _print(self, found: dict[str, Any], show: Callable[[], None], *, fits: bool) -> int:
         """Print the result as JSON or text; return the exit status."""
@@ -149,8 +150,10 @@ class PlanJob(StepOptions):
                 note = f"no other options were estimated: {type(error).__name__}: {error}"
         rate = self.checkpoint_bandwidth * GB
         training = plan.train(self.tokens, self.checkpoint_every, rate) if self.tokens else None
-        found = plan.to_dict() | _plain(advice) | ({"training": dataclasses.asdict(training)} if training else {})
-        status = self._print(found, lambda: print_plan(plan, advice, training, verbose=self.verbose), fits=plan.fits)
+        found = plan.to_dict() | _plain(advice) | {"job": self._job()}
+        found |= {"training": dataclasses.asdict(training)} if training else {}
+        show = functools.partial(print_plan, plan, self, advice, training, verbose=self.verbose)
+        status = self._print(found, show, fits=plan.fits)
         if note:
             print(f"note: {note}", file=sys.stderr)
         if self.dump_hlo:
@@ -159,6 +162,10 @@ class PlanJob(StepOptions):
             plot_timeline(plan, Path(self.timeline).expanduser())
         self._write_recipe(recipe_of(self, self._base()))
         return status
+
+    def _job(self) -> dict[str, Any]:
+        """Return the options that decide the step."""
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)}
 
     def _inference(self, cluster: Cluster, reserve_bytes: int) -> int:
         from jfsdp.plan.inference import plan_inference
@@ -179,7 +186,7 @@ class PlanJob(StepOptions):
     def _search(self, cluster: Cluster, **more: Any) -> int:
         from jfsdp.plan.search.search import search_job
 
-        options = StepOptions(**{field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)})
+        options = StepOptions(**self._job())
         with progress(quiet=self.json) as report:
             search = search_job(options, cluster, **more, budget_s=self.budget, on_progress=report)
         search = dataclasses.replace(search, base=self._base())

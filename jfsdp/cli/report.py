@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from jfsdp.cli.console import make_console, make_table, print_facts, print_verdict
 from jfsdp.layout.layout import num_parameters
-from jfsdp.layout.report import describe_mesh, show_bytes, summary
+from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
+from jfsdp.layout.report import describe_mesh, frozen_leaves, show_bytes, summary
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.memory.peak import largest_buffers
 from jfsdp.trainer.option_errors import spell
-from jfsdp.trainer.options import as_options
+from jfsdp.trainer.options import StepOptions, as_options
 from jfsdp.trainer.parse import write
 
 if TYPE_CHECKING:
@@ -25,13 +27,13 @@ GB, GIB = 1e9, 2**30
 
 
 def print_plan(
-    plan: Plan, advice: Sequence[Advice] = (), training: Training | None = None, *, verbose: bool = False
+    plan: Plan, job: StepOptions, advice: Sequence[Advice] = (), training: Training | None = None, *, verbose: bool
 ) -> None:
     """Print a plan: the verdict, the facts of the job, memory, communication and time, and advice."""
     console = make_console()
-    free = plan.limit_bytes - plan.needed_bytes
-    print_fit(console, plan.fits, plan.needed_bytes, plan.limit_bytes)
-    print_facts(console, _facts(plan, training, verbose))
+    host_bytes = plan.memory.host_bytes * plan.cluster.gpus_per_node
+    print_fit(console, plan.needed_bytes, plan.limit_bytes, host_bytes=host_bytes)
+    print_facts(console, _facts(plan, job, training, verbose))
     tables = (_memory(plan, verbose), ""), (_communication(plan, verbose), _ratios(plan)), (_time(plan), "")
     for table, below in tables:
         console.print()
@@ -42,42 +44,48 @@ def print_plan(
         console.print(
             f"belongs to no parameter: {one.kind} {one.dtype} {one.total_bytes / GB:.3f} GB {short(one.source)}"
         )
-    print_advice(console, advice, free)
+    print_advice(console, advice, plan.limit_bytes, plan.cluster.nodes, plan.limit_bytes - plan.needed_bytes)
     if verbose:
-        options = {name: str(value) for name, value in plan.compiled.options.items()}
         console.print(f"\nXLA options (compiled in {plan.compiled.compile_s:.1f} s)")
-        print_facts(console, options)
+        for name, value in plan.compiled.options.items():
+            console.print(f"{name}={value}", soft_wrap=True)
 
 
-def print_fit(console: Any, fits: bool, needed_bytes: int, limit_bytes: int, verdict: str = "FITS") -> None:
-    """Print whether a step fits into the available GPU memory."""
+def print_fit(console: Any, needed_bytes: int, limit_bytes: int, verdict: str = "FITS", host_bytes: int = 0) -> None:
+    """Print whether a step fits into the available GPU memory, and the host memory that it takes per node."""
+    fits = needed_bytes <= limit_bytes
     margin = f"{show_bytes(abs(limit_bytes - needed_bytes))} {'free' if fits else 'too much'}"
-    sizes = f"{show_bytes(needed_bytes)} of {show_bytes(limit_bytes)} per GPU, {margin}"
+    host = f"; takes {show_bytes(host_bytes)} of host memory per node" if host_bytes else ""
+    sizes = f"{show_bytes(needed_bytes)} of {show_bytes(limit_bytes)} per GPU, {margin}{host}"
     print_verdict(console, fits, verdict if fits else "DOES NOT FIT", sizes)
     console.print()
 
 
-def print_advice(console: Any, advice: Sequence[Advice], free_bytes: int) -> None:
-    """Print a line for each advised change of options, with its estimated memory."""
+def print_advice(console: Any, advice: Sequence[Advice], limit_bytes: int, nodes: int, free_bytes: int = 0) -> None:
+    """Print each advised change of options with its estimated memory, one option per line."""
     if not advice:
         return
-    title = f"to use {show_bytes(free_bytes)} of free memory" if free_bytes > 0 else "to make it fit"
+    fits = any(one.needed_bytes <= limit_bytes for one in advice if "nodes" not in one.changes)
+    title = "to make it fit" if fits else f"no option fits on {nodes} node{'s' * (nodes > 1)}"
+    title = f"to use {show_bytes(free_bytes)} of free memory" if free_bytes > 0 else title
     table = make_table(title, "about GiB", "what changes", right=("about GiB",))
     for one in advice:
-        options = " ".join(f"{spell(name)} {write(value)}" for name, value in one.changes.items())
-        table.add_row(options, f"{one.needed_bytes / GIB:.1f}", one.parts)
+        options = [f"{spell(name)} {write(value)}" for name, value in one.changes.items()]
+        table.add_row("\n".join(options), f"{one.needed_bytes / GIB:.1f}", one.parts)
     console.print()
     console.print(table)
 
 
-def _facts(plan: Plan, training: Training | None, verbose: bool) -> dict[str, str]:
+def _facts(plan: Plan, job: StepOptions, training: Training | None, verbose: bool) -> dict[str, str]:
     """Return the facts of the job and its speed, by title."""
     layout, work, pipe = plan.layout, plan.work, plan.pipeline
+    name = f"{job.model or job.factory} {write(job.model_config)}".rstrip()
     prefetch = f", prefetch {plan.spec.prefetch.forward}" if plan.spec.prefetch else ""
     rows = {
         "cluster": plan.cluster.describe(),
-        "model": f"{num_parameters(layout.leaves):,} parameters in {len(layout.units)} FSDP units",
-        "sharding": f"{describe_mesh(layout)}; state {show_bytes(plan.state.total)} per GPU",
+        "model": f"{name}: {num_parameters(layout.leaves):,} parameters in {len(layout.units)} FSDP units",
+        "batch": _batch(plan, job),
+        "sharding": f"{describe_mesh(layout)}, remat {write(job.remat)}",
         "program": f"{plan.spec.program}{prefetch}" + f" ({as_options(plan.spec.reason)})" * verbose,
     }
     if work.attention:
@@ -87,29 +95,48 @@ def _facts(plan: Plan, training: Training | None, verbose: bool) -> dict[str, st
             f"{pipe.name}: {pipe.stages} stages, {pipe.microbatches} microbatches, at most {pipe.live} waiting for "
             f"their backward; bubble {pipe.bubble:.1%} of passes, {pipe.bubble_share:.1%} of the step"
         )
+    if frozen := num_parameters(frozen_leaves(layout)):
+        rows["model"] += f", {num_parameters(layout.leaves) - frozen:,} of them trained"
+    if job.offload:
+        rows["sharding"] += f", offload {write(job.offload)}"
+    rows["sharding"] += f"; state {show_bytes(plan.state.total)} per GPU"
+    if host := plan.memory.host_bytes:
+        state, node = show_bytes(plan.state.host_total), show_bytes(host * plan.cluster.gpus_per_node)
+        rows["host memory"] = f"{node} per node; {show_bytes(host)} per GPU, {state} of it state"
     compared = "; not compared with runs on this GPU or mesh"
     if found := plan.step_range_s:
-        compared = f"; 9 of 10 published runs would take {found[0]:.2f} to {found[1]:.2f} s"
+        compared = f"; {found[0]:.2f} to {found[1]:.2f} s by the spread of published runs (90%)"
     rows["step"] = f"{plan.step_s:.3f} s{compared}"
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     if mfu and plan.mfu_causal not in (None, plan.mfu):
-        mfu += f" ({plan.mfu_causal:.1%} causal)"
+        mfu += f" ({plan.mfu_causal:.1%} with causal attention)"
     rows["throughput"] = f"{plan.items_per_s:,.0f} {work.item}s/s per GPU{mfu}"
-    least = plan.compute_bound_rows
-    rows["bound by"] = f"{plan.bound_by}; by compute from {least} rows per data shard on (here {work.rows})"
+    waiting, least = plan.timeline.host_exposed_s / plan.step_s, plan.compute_bound_rows
+    note = f"; by compute from {least} rows per data shard on" if least > work.rows else ""
+    rows["bound by"] = plan.bound_by + (
+        f"; {waiting:.0%} of the step waits for host memory" if waiting > 0.02 else note
+    )
     if training:
-        days, hours = f"{training.days:.1f} days", f"{training.gpu_hours:,.0f} GPU-hours"
-        rows["training"] = f"{training.steps:,} steps: {days}, {hours}"
+        time = f"{training.days:.1f} days" if training.days >= 2 else f"{24 * training.days:.1f} hours"
+        rows["training"] = f"{training.steps:,} steps: {time}, {training.gpu_hours:,.0f} GPU-hours"
         each = f"{training.checkpoint_s:.0f} s at {training.storage_bandwidth / GB:g} GB/s per node"
         size = show_bytes(training.checkpoint_bytes)
         rows["checkpoints"] = f"{training.num_checkpoints:,} of {size}, each {each}"
     return rows
 
 
+def _batch(plan: Plan, job: StepOptions) -> str:
+    work, where = plan.work, "data shard" if plan.layout.num_shards(MODEL_AXES) > 1 else "GPU"
+    length = f" x {work.items // work.rows:,} tokens" if work.item == "token" else ""
+    total = work.items * num_data_shards(dict(plan.layout.mesh_sizes))
+    parts = f", in {job.accumulate} microbatches" if job.accumulate > 1 else ""
+    return f"{work.rows} row{'s' * (work.rows > 1)}{length} per {where}; {total:,} {work.item}s per step{parts}"
+
+
 def print_inference(plan: Any) -> None:
     """Print a plan of generation."""
     console = make_console()
-    print_fit(console, plan.fits, plan.needed_bytes, plan.limit_bytes)
+    print_fit(console, plan.needed_bytes, plan.limit_bytes)
     rows = {"cluster": plan.cluster.describe(), "model": summary(plan.layout)}
     rows["batch"] = f"{plan.rows} rows of {plan.length} tokens, prompts included, for each data shard"
     rows["memory"] = f"weights {show_bytes(plan.weight_bytes)}, cache {show_bytes(plan.cache_bytes)}, by formula"
@@ -122,11 +149,11 @@ def print_inference(plan: Any) -> None:
 
 
 def short(place: str) -> str:
-    """Remove the working directory from a source line's path."""
-    return place.replace(f"{Path.cwd()}/", "")
+    """Remove the working directory, or that of installed packages, from a source line's path."""
+    return re.sub(r"\S*/site-packages/", "", place).replace(f"{Path.cwd()}/", "")
 
 
-_NUMBERS = ("about GiB", "GiB", "share", "times", "GB sent", "GB by formula", "ms", "tokens/s/GPU", "rows/s/GPU", "MFU")
+_NUMBERS = ("about GiB", "GiB", "share", "times", "GB sent", "formula", "ms", "tokens/s/GPU", "rows/s/GPU", "MFU")
 
 
 def _table(*columns: str) -> Any:
@@ -154,21 +181,22 @@ def _communication(plan: Plan, verbose: bool) -> Any:
     """Return a table with a row per kind of collective; if verbose, also per unit, with the bytes by formula."""
     from jfsdp.plan.traffic.ledger import OWN
 
-    numbers = ["GB sent", *["GB by formula"] * verbose]
-    table = _table(*["unit"] * verbose, "communication", "collective", "dtype", "axes", "times", *numbers, "nodes")
+    numbers = ["GB sent", *["formula"] * verbose]
+    table = _table("communication", "collective", "dtype", "axes", "times", *numbers, "nodes")
+    table.columns[1].no_wrap, table.padding = True, (0, 2 - verbose, 0, 0)
     rows: dict[tuple[str, ...], list[float]] = {}
     for row in plan.ledger.rows:
-        unit = "" if row.what == OWN else row.unit or "(root)"
+        what = row.what.replace("replicated", "whole gradients")
+        what = f"{row.unit or '(root)'} {what}" if verbose and row.what != OWN else what
         place = "across" if row.crosses_nodes else "inside"
-        key = (*[unit] * verbose, row.what, row.kind, row.dtype, f"{'/'.join(row.axes)} ({row.group_size})", place)
+        key = (what, row.kind, row.dtype, f"{'/'.join(row.axes)} ({row.group_size})", place)
         counts = rows.setdefault(key, [0, 0.0, 0.0])
         rows[key] = [sum(pair) for pair in zip(counts, (row.count, row.measured_bytes, row.expected_bytes))]
     for (*key, place), (count, *sizes) in rows.items():
         if max(sizes) >= _MIN_SENT_BYTES:
             table.add_row(*key, f"{count}", *(f"{size / GB:.3f}" for size in sizes[: len(numbers)]), place)
     sizes = [plan.ledger.wire_bytes, plan.ledger.wire_bytes_theory + plan.ledger.own_bytes_theory]
-    blank = [""] * (4 + verbose)
-    table.add_row("total", *blank, *(f"{size / GB:.3f}" for size in sizes[: len(numbers)]))
+    table.add_row("total", "", "", "", "", *(f"{size / GB:.3f}" for size in sizes[: len(numbers)]))
     return table
 
 
@@ -196,7 +224,7 @@ def _time(plan: Plan) -> Any:
         if seconds:
             table.add_row(f"sending over {link}", f"{seconds * 1e3:.1f}", "")
     if clock.overlapped_share is not None:
-        table.add_row("bytes in loops that overlap compute", "", f"{clock.overlapped_share:.1%}")
+        table.add_row("bytes in loops, sent during compute", "", f"{clock.overlapped_share:.1%}")
     return table
 
 
@@ -268,14 +296,14 @@ def print_estimate(estimate: dict[str, Any], cluster: Cluster, advice: Sequence[
     """Print an estimate without compilation: the state, and bounds of communication and time."""
     console, limit, state = make_console(), estimate["limit_bytes"], estimate["state_bytes"]
     ms = {name: f"{(estimate[name] or 0.0) * 1e3:.1f} ms" for name in ("wire_s", "compute_s", "step_s_at_least")}
-    print_fit(console, estimate["state_fits"], state, limit, "THE STATE FITS")
+    print_fit(console, state, limit, "THE STATE FITS")
     facts = {
         "cluster": cluster.describe(),
         "sharding": f"{estimate['strategy']}; the largest unit is {show_bytes(estimate['unit_bytes'])} gathered",
-        "not counted": "activations and logits: nothing was compiled",
+        "not counted": "gradients, activations and logits: nothing was compiled",
         "communication": f"{estimate['wire_bytes_theory'] / GB:.3f} GB per step by formula, {ms['wire_s']}",
         "compute": f"{ms['compute_s']} per step at the datasheet's peak",
         "step": f"at least {ms['step_s_at_least']}: a bound, not a prediction",
     }
     print_facts(console, facts)
-    print_advice(console, advice, limit - state)
+    print_advice(console, advice, limit, cluster.nodes)

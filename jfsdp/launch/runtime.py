@@ -49,7 +49,7 @@ def configure_xla(*, simulate_devices: Annotated[int, 0, MAX_SIMULATED] = 0) -> 
     os.environ["XLA_FLAGS"] = merge_flags(os.environ.get("XLA_FLAGS", ""), flags)
 
 
-_CHATTER = (b"All log messages before absl::InitializeLog()", b"cudart_stub.cc", b"Failed to find host bounds for")
+_CHATTER = (b"absl::InitializeLog()", b"cudart_stub.cc", b"Failed to find host bounds", b"exceeds the base limit")
 _FILTER = (
     f"import sys\nfor line in sys.stdin.buffer: any(x in line for x in {_CHATTER}) or sys.stderr.buffer.write(line)"
 )
@@ -70,6 +70,8 @@ def ending_with_its_reader() -> Iterator[None]:
 def without_plugin_chatter() -> Iterator[None]:
     """Filter out messages of JAX's GPU and TPU plugins on machines without these devices; print all others at once.
 
+    Only the file descriptor is filtered: `sys.stderr` writes to the terminal as before.
+
     A plugin writes to the file descriptor directly, before its log level applies (0.10.2 and 0.12.0). XLA may end this
     process after an error, such as an unknown flag, so a separate process filters. It reads to the end of the input and
     receives no signal of the terminal.
@@ -77,10 +79,11 @@ def without_plugin_chatter() -> Iterator[None]:
     sys.stderr.flush()
     command = [sys.executable, "-uISc", _FILTER]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    with os.fdopen(os.dup(2), "wb") as stderr, process:
+    with os.fdopen(os.dup(2), "w", 1, errors="backslashreplace") as stderr, process:
         os.dup2(process.stdin.fileno(), 2)  # type: ignore[union-attr]
         try:
-            yield
+            with contextlib.redirect_stderr(stderr if sys.stderr is sys.__stderr__ else sys.stderr):
+                yield
         finally:
             sys.stderr.flush()
             os.dup2(stderr.fileno(), 2)

@@ -45,6 +45,7 @@ def test_plan_prints_json_that_says_all(saved, capsys):
     assert set(KEYS.split()) <= found.keys()
     assert found["cluster"] == {"gpu": "h100", "nodes": 1, "gpus_per_node": 8, "num_devices": 8}
     assert found["wire_ratio"] == pytest.approx(1, abs=1e-3)
+    assert found["job"]["model"] == "llama-tiny" and found["job"]["seq_len"] == 128
     assert sum(found["memory"].values()) == found["needed_bytes"] + found["memory"]["host"]
     assert found["step_s"] == pytest.approx(sum(found["critical"].values()))
     assert path.read_text().startswith("HloModule")
@@ -52,14 +53,25 @@ def test_plan_prints_json_that_says_all(saved, capsys):
     assert picture.startswith("<?xml") and picture.rstrip().endswith("</svg>")
 
 
-def test_no_line_of_a_plan_is_wider_than_its_terminal_and_no_option_is_cut(capsys, monkeypatch):
+def test_no_line_of_a_plan_is_wider_than_its_terminal_and_no_word_is_cut(capsys, monkeypatch):
     for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "80", "NO_COLOR": "1", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)
-    assert main(["plan", *TINY, "--gpu", "h100", "--verbose", "--tokens", "1e9", "--mesh", "fsdp=4,tensor=2"]) == 0
+    more = "--tokens 1e9 --mesh fsdp=-1,tensor=2 --nodes 2 --network 25 --offload opt_state --accumulate 2"
+    assert main(["plan", *TINY, "--gpu", "h100", "--verbose", "--batch-per-device", "4", *more.split()]) == 0
     out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
     facts, _, xla = out.partition("XLA options")  # whose values may have no place to break
     assert max(map(len, facts.splitlines())) <= 80 and "…" not in out and xla
-    check_facts(out, "FITS", "the model's own", "xla_gpu_enable_latency_hiding_scheduler", "GPU-hours")
+    words = "communication reduce-scatter --reshard-after-forward xla_gpu_enable_latency_hiding_scheduler=True"
+    assert set(words.split()) <= set(out.split()) and "site-packages" not in out
+    said = " ".join(facts.split())
+    check_facts(said, "FITS", "of host memory per node", "network 25 GB/s per GPU, given", "--accumulate 1")
+    check_facts(said, "llama-tiny:", "4 rows x 128 tokens", "4,096 tokens per step", "2 microbatches", "remat full")
+    check_facts(said, "offload opt_state", "hours", "GPU-hours", "the model's own")
+
+
+def test_a_job_that_no_option_fits_is_told_on_how_many_nodes_it_would(capsys):
+    assert main(["plan", "--model", "llama-405b", "--nodes", "1", "--analytic"]) == 3
+    check_facts(capsys.readouterr().out, "no option fits on 1 node", "--nodes 16", "--offload opt_state,params")
 
 
 def test_audit_takes_the_program_that_plan_wrote(saved, capsys):

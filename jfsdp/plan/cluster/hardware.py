@@ -162,7 +162,10 @@ class Cluster:
     def describe(self) -> str:
         """Return a description of the cluster."""
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''} of {self.gpus_per_node}"
-        return f"{self.num_devices} x {self.gpu.full_name} ({nodes})"
+        network, name = self.gpu.network_bandwidth, self.gpu.name
+        source = "assumed" if (name, network) in {(gpu.name, gpu.network_bandwidth) for gpu in GPUS} else "given"
+        across = f"; network {network / 1e9:g} GB/s per GPU, {source}" if self.num_domains > 1 else ""
+        return f"{self.num_devices} x {self.gpu.full_name} ({nodes}){across}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the cluster as plain data."""
