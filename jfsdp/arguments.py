@@ -24,7 +24,7 @@ PathLike = str | os.PathLike[str]
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return ` (did you mean 'full_shard'?)` with the closest known name; empty if none is close."""
-    close = difflib.get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    close = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 

@@ -22,7 +22,7 @@ from jfsdp.checkpoint.foreign.peft_files import CONFIG, open_peft
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import PIECE_BYTES, Watched, subset, total_bytes
 from jfsdp.checkpoint.verify import MEMORY_BYTES, verify
-from jfsdp.cli.console import BROKEN, make_console, make_table, print_facts, print_verdict, progress_of
+from jfsdp.cli.console import BROKEN, make_console, make_table, print_facts, print_verdict, print_wrapped, progress_of
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.report import show_bytes
@@ -263,9 +263,9 @@ def _print_verified(results: dict[str, Any]) -> None:
     for path, found in results.items():
         state = "ok" if found.is_ok else "DAMAGED" if found.is_damaged else "intact, but NOT FINITE"
         size = f"{found.num_arrays} arrays, {found.num_files} files, {found.num_bytes:,} bytes"
-        console.print(f"{path}: {state}; {size}", soft_wrap=True)
+        print_wrapped(f"{path}: {state}; {size}")
         for line in [*found.problems, *(f"note: {remark}" for remark in found.remarks)]:
-            console.print(f"  {line}", soft_wrap=True)
+            print_wrapped(f"  {line}")
 
 
 def _print_differences(found: Differences) -> None:

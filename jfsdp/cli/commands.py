@@ -15,10 +15,11 @@ import tyro
 
 import jfsdp
 from jfsdp import arguments
+from jfsdp.arguments import did_you_mean
 from jfsdp.checkpoint.disk.files import is_damage
 from jfsdp.cli.audit import AuditProgram
 from jfsdp.cli.checkpoint import CHECKPOINT_COMMANDS, Checkpoint
-from jfsdp.cli.console import BROKEN
+from jfsdp.cli.console import BROKEN, print_wrapped
 from jfsdp.cli.data import DATA_COMMANDS, Data
 from jfsdp.cli.doctor import Doctor
 from jfsdp.cli.evaluate import Evaluate
@@ -67,10 +68,14 @@ def parse(args: Sequence[str]) -> Any:
     """Parse a command line into an instance of the command's type.
 
     Raises:
-      ValueError: for an unknown option, and for a recipe that cannot be read.
+      ValueError: for an unknown command or option, and for a recipe that cannot be read.
     """
     prog, kind, rest = find_command(args)
     if isinstance(kind, dict):
+        if rest and not rest[0].startswith("-"):
+            inner = {name: f"{of.__name__.lower()} {name}" for of, table in COMMANDS_OF.items() for name in table}
+            meant = did_you_mean(inner.get(rest[0], rest[0]), [*kind, *inner.values()])
+            raise ValueError(f"{prog} has no command {rest[0]!r}{meant}; `{prog} --help` lists them")
         listed = [_listed(name, one) for name, one in kind.items()]
         owner = next((inspect.getdoc(one) for one, table in COMMANDS_OF.items() if table is kind), None)
         description = DESCRIPTION if kind is COMMANDS else owner
@@ -123,7 +128,7 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
         message = describe_error(error, ShardingOptions if isinstance(kind, dict) else kind)
-        print(f"jfsdp: error: {message}", file=sys.stderr)
+        print_wrapped(f"jfsdp: error: {message}", stderr=True)
         return BROKEN if is_damage(error) else 2
 
 

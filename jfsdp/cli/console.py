@@ -46,6 +46,12 @@ def print_facts(console: Any, facts: Mapping[str, str]) -> None:
     console.print(format_facts(facts, width), soft_wrap=True)
 
 
+def print_wrapped(text: str, *, stderr: bool = False) -> None:
+    """Print a text. A terminal wraps it between words."""
+    console = Console(highlight=False, stderr=stderr)
+    console.print(Text(text), soft_wrap=not console.is_terminal)
+
+
 def print_verdict(console: Any, is_good: bool, verdict: str, rest: str) -> None:
     """Print a command's verdict, green or red on a terminal, and further text."""
     console.print(Text.assemble((verdict, f"bold {'green' if is_good else 'red'}"), f"  {rest}"))

@@ -10,7 +10,7 @@ import numpy as np
 import tyro
 from rich.text import Text
 
-from jfsdp.cli.console import make_console
+from jfsdp.cli.console import make_console, print_wrapped
 from jfsdp.extras import need
 from jfsdp.trainer.data.documents import INPUT, PADDING, START, TARGET, TRAINED
 from jfsdp.trainer.data.tokens import DataConfig, open_data
@@ -66,7 +66,7 @@ class Show(Options):
             return 0
         for place, tokens, trained in examples:
             _print(place, data.tokenizer, tokens, trained)
-        print(data.found)
+        print_wrapped(data.found)
         return 0
 
 

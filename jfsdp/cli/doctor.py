@@ -17,6 +17,7 @@ import jax
 from jfsdp.cli.console import GIB, make_console, make_table, print_facts, print_verdict
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
+from jfsdp.layout.report import show_bytes
 from jfsdp.plan.cluster import doctor
 from jfsdp.plan.cluster.processes import Processes, examine_processes
 from jfsdp.trainer.help_groups import Options, option
@@ -151,7 +152,7 @@ def _print(machine: doctor.Machine, findings: list[doctor.Finding]) -> None:
         "python": machine.python,
         **{name: version for name, version in machine.versions.items() if version},
         "devices": f"{probe.backend}: {listed}{memory}" if probe.backend else "unknown",
-        "locked memory": "no limit" if machine.locked_bytes is None else f"{machine.locked_bytes:,} bytes",
+        "locked memory": "no limit" if machine.locked_bytes is None else show_bytes(machine.locked_bytes),
         "/dev/shm": _gib(machine.shm_bytes),
         **doctor.relevant_settings(machine.env),
     }

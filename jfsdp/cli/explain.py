@@ -7,11 +7,13 @@ import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from rich.text import Text
+
 from jfsdp.cli.console import make_console, make_table, print_verdict, progress
 from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.lint import LayoutWarning, advise
 from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards
-from jfsdp.layout.report import describe_stage, format_layout, frozen_leaves, reason, show_bytes, strategy_stages
+from jfsdp.layout.report import describe_stage, format_layout, frozen_leaves, reason, show_bytes
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.job import load_job
 from jfsdp.trainer.options import Mesh, ShardingOptions, as_options, make_optimizer, shard_job, step_arguments
@@ -73,7 +75,7 @@ def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
     from jfsdp.train.state_bytes import account
 
     layout, count, console = state.layout, account(state), make_console()
-    frozen, stages = frozen_leaves(layout), strategy_stages(layout.strategy)
+    frozen = frozen_leaves(layout)
     sizes = {path: count.by_leaf[path] + count.host_by_leaf[path] for path in count.by_leaf}
     width = console.width if console.is_terminal else 80
     warnings = [*program["warnings"], *advise(layout)]
@@ -81,10 +83,11 @@ def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
     size = f"{show_bytes(count.total)} of state per device"
     print_verdict(console, not warnings, "WARNINGS" if warnings else "OK", f"{size}, {num}")
     console.print()
-    console.print(format_layout(layout, sizes, width), soft_wrap=True)
+    table = Text(format_layout(layout, sizes, width))
+    table.highlight_regex(r"(?m)^.*state/device$", "bold")
+    console.print(table, soft_wrap=True)
     if is_wide:
         make_console(width=10_000).print(_leaves(layout, count))
-    console.print(f"strategy {layout.strategy.name}: {', '.join(f'{name} {split}' for name, split in stages.items())}")
     console.print(f"program {program['program']}: {program['reason']}")
     if frozen:
         console.print(f"frozen, without gradient and optimizer: {num_parameters(frozen):,} of these parameters")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from jfsdp.cli.console import print_wrapped
 from jfsdp.cli.load_options import OpenOptions
 from jfsdp.extras import need
 from jfsdp.trainer.display import harmless
@@ -58,7 +58,7 @@ class Generate(OpenOptions):
             raise ValueError("--chat-template is for messages, but the prompts are texts; add --chat, or leave it out")
         opened = self.open()
         ends = (f"{opened.tokenizer.decode([one], special=True)!r} ({one})" for one in opened.stop)
-        print(f"{opened.description}; answers end with {' or '.join(ends)}", file=sys.stderr)
+        print_wrapped(f"{opened.description}; answers end with {' or '.join(ends)}", stderr=True)
         ids = [self._encode(opened, *prompt) for prompt in prompts]
         generate = Generator(opened.model, opened.job, sampling, stop=opened.stop)
         sizes = {"longest": max(map(len, ids)), "rows": min(self.rows, len(ids))}  # so that all groups share a program
@@ -114,7 +114,7 @@ def _record(line: str, place: str) -> tuple[Any, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{place}: not JSON ({error}); write one JSON object per line") from error
+        raise ValueError(f"{place}: not JSON ({getattr(error, 'msg', error)}); write one object per line") from error
     prompt = record.get("prompt", record.get("messages")) if isinstance(record, dict) else None
     if not isinstance(prompt, (str, list)) or not prompt:
         raise ValueError(f"{place}: has neither prompt nor messages; add one of these fields")

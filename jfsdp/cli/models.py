@@ -35,9 +35,9 @@ class Models:
             print(json.dumps(rows, indent=1))
             return 0
         numbers = ("parameters", "row length", "vocabulary")
-        table = make_table("model", *numbers, "reads Hugging Face weights", right=numbers)
+        table = make_table("model", *numbers, right=numbers)
         for row in rows:
-            name, *sizes, is_read = row.values()
-            table.add_row(name, *(f"{size:,}" if size else "-" for size in sizes), "yes" if is_read else "no")
+            name, *sizes, _ = row.values()
+            table.add_row(name, *(f"{size:,}" if size else "-" for size in sizes))
         make_console().print(table if rows else "no installed package provides a model; use --factory module:function")
         return 0

@@ -17,8 +17,10 @@ from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
 from jfsdp.checkpoint.disk.paths import find_checkpoint
 from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.foreign.mapping import as_name_map
+from jfsdp.checkpoint.foreign.peft_files import CONFIG as PEFT_CONFIG
+from jfsdp.checkpoint.foreign.safetensors import CONFIG as HF_CONFIG
 from jfsdp.checkpoint.source import Recast, Renamed, Watched, total_bytes
-from jfsdp.cli.console import progress_of
+from jfsdp.cli.console import print_wrapped, progress_of
 from jfsdp.launch.runtime import start_jax
 from jfsdp.layout.lora import Adapter
 from jfsdp.trainer.help_groups import Options, option
@@ -147,9 +149,6 @@ class Export(_ModelOptions):
             )
         copied = _copy_model_files(stored.get("config") or {}, written.directory)
         _print_written(self.json, path, written, copied)
-        if not self.json and config is not None:
-            kind = (config.get("architectures") or ["AutoModelForCausalLM"])[0]
-            print(f"load it: transformers.{kind}.from_pretrained({str(written.directory)!r})")
         return 0
 
     def _export_adapters(self, source: CheckpointSource, job: Job) -> int:
@@ -183,8 +182,6 @@ class Export(_ModelOptions):
         run = source.stated("config")
         copied = _copy_model_files(run if isinstance(run, dict) else {}, written.directory)
         _print_written(self.json, source.path, written, copied)
-        if not self.json:
-            print(f"load it: peft.AutoPeftModelForCausalLM.from_pretrained({str(written.directory)!r})")
         return 0
 
 
@@ -365,6 +362,11 @@ def _print_written(is_json: bool, origin: Any, written: Written, copied: Sequenc
     found = {"from": str(origin), "to": str(written.directory), "files": list(written.files)}
     found |= {"copied": list(copied)} if copied else {}
     _print_result(is_json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
+    config, kind = written.directory / HF_CONFIG, "peft.AutoPeftModelForCausalLM"
+    if config.is_file():
+        kind = f"transformers.{(json.loads(config.read_bytes()).get('architectures') or ['AutoModelForCausalLM'])[0]}"
+    if not is_json and (config.is_file() or (written.directory / PEFT_CONFIG).is_file()):
+        print(f"load it: {kind}.from_pretrained({str(written.directory)!r})")
 
 
 def _print_result(is_json: bool, found: dict[str, Any], nonfinite: Sequence[str]) -> None:
@@ -372,7 +374,10 @@ def _print_result(is_json: bool, found: dict[str, Any], nonfinite: Sequence[str]
     for line in nonfinite:
         print(f"warning: {line}", file=sys.stderr)
     found |= {"not_finite": list(nonfinite)} if nonfinite else {}
-    print(json.dumps(found) if is_json else "; ".join(f"{name} {_plain(value)}" for name, value in found.items()))
+    if is_json:
+        print(json.dumps(found))
+    else:
+        print_wrapped("; ".join(f"{name} {_plain(value)}" for name, value in found.items()))
 
 
 def _plain(value: Any) -> str:

@@ -16,8 +16,6 @@ from jfsdp.layout.precision import is_inexact, item_bytes
 from jfsdp.layout.strategy import Strategy, show
 from jfsdp.layout.units import UnitInfo, describe
 
-GIB = 2**30
-
 
 def describe_stage(leaf: Leaf, stage: Stage | None) -> str:
     """Write a stage as `[4096/fsdp 14336] bfloat16`, `whole bfloat16`, or `-` if the leaf lacks it."""
@@ -221,9 +219,9 @@ def summary(layout: Layout) -> str:
     whole = sum(math.prod(leaf.shape) * item_bytes(leaf.dtype) for leaf in layout.leaves)
     stored = f", {len(layout.buffers)} {layout.storage} buffers" if layout.buffers else ""
     return (
-        f"{describe_mesh(layout)}: {num_parameters(layout.leaves):,} parameters ({whole / GIB:.3f} GiB) in "
-        f"{len(layout.leaves)} leaves and {len(layout.units)} units{stored}; {total / GIB:.3f} GiB per device at rest"
-        f"{f', {host / GIB:.3f} GiB in host memory' if host else ''}"
+        f"{describe_mesh(layout)}: {num_parameters(layout.leaves):,} parameters ({show_bytes(whole)}) in "
+        f"{len(layout.leaves)} leaves and {len(layout.units)} units{stored}; {show_bytes(total)} per device at rest"
+        f"{f', {show_bytes(host)} in host memory' if host else ''}"
     )
 
 

@@ -60,5 +60,6 @@ def _chooses_nothing(what: str, selector: Any, leaves: Mapping[str, Any], types:
     classes = ", ".join(sorted({cls.__name__ for cls in types.values()}))
     of_classes = f"; classes of variables: {classes or 'none, in flax.linen'}" if isinstance(selector, type) else ""
     globs = {part: f"**.{part}.**" for path in leaves for part in path.split(".")} | {"all-linear": "**.kernel"}
-    meant = did_you_mean(globs.get(str(selector), selector), globs.values())
+    tails = (f"**.{'.'.join(path.split('.')[-2:])}" for path in leaves)
+    meant = did_you_mean(globs.get(str(selector), selector), [*globs.values(), *tails])
     return f"{what} {describe(selector)} matches no parameter{meant}; parameters: {shown}{of_classes}"

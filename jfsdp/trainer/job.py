@@ -198,7 +198,10 @@ def _load_entry(name: str) -> Any:
     points = [point for point in metadata.entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
     if not points:
         known = ", ".join(job_names()) or "none (install a package that offers some, or pass --factory)"
-        raise ValueError(f"model {name!r} is unknown{did_you_mean(name, job_names())}; the models are {known}")
+        raise ValueError(
+            f"model {name!r} is unknown{did_you_mean(name, job_names())}; the models are {known}; --model-config sets "
+            "other sizes of a model, and training reads the sizes of --init-from"
+        )
     value = points[0].load()
     if isinstance(value, Mapping) and name in value:
         value = value[name]

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from jfsdp.arguments import did_you_mean
 from jfsdp.checkpoint.disk.files import ARRAYS, MANIFEST, SUMS, step_paths
 
 
@@ -38,7 +39,8 @@ def existing_path(path: Any, what: str = "") -> Path:
     if re.fullmatch(r"[\w-]+|\w[\w.-]*/\w[\w.-]*", name):
         command = f"hf download {name}{what} --local-dir {name.rpartition('/')[2]}"
         remedy = f"; for a model of the Hugging Face Hub: pip install huggingface_hub; {command}; pass its directory"
-    raise ValueError(f"{name}: there is no such file or directory{remedy}")
+    near = [file.name for file in found.parent.iterdir()] if found.parent.is_dir() else []
+    raise ValueError(f"{name}: there is no such file or directory{did_you_mean(found.name, near)}{remedy}")
 
 
 def find_checkpoints(path: Any) -> list[Path]:

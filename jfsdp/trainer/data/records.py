@@ -49,7 +49,7 @@ def read_record(line: bytes, form: str | None, text_field: str | None) -> tuple[
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error}); write one JSON object per line") from error
+        raise ValueError(f"not JSON ({getattr(error, 'msg', error)}); write one JSON object per line") from error
     if not isinstance(record, dict):
         raise ValueError(f"{type(record).__name__} and not a JSON object; write one object per line")
     found = form_of(record, text_field)

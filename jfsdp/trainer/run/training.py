@@ -367,7 +367,7 @@ class Run:
             say(f"stopped by {summary['stopped_by']} after step {summary['steps']}, which is saved; --resume continues")
         if loss is not None:
             after = "" if summary["is_done"] else f" after step {summary['eval_step']}"
-            say(f"held-out loss{after} {loss:.4f} nats per {self.source.counted}{accuracy(summary)}")
+            say(f"held-out loss{after}: {loss:.4f} nats per {self.source.counted}{accuracy(summary)}")
         say(f"{summary['total_s']:.0f} s in all; results in {self.run_dir}")
 
     def _sample(self, source: TokenSource, state: TrainState) -> None:
