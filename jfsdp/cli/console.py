@@ -42,8 +42,7 @@ def make_table(*columns: str, right: Collection[str] = ()) -> Any:
 
 def print_facts(console: Any, facts: Mapping[str, str]) -> None:
     """Print a line with name and text for each fact."""
-    width = console.width if console.is_terminal else None
-    console.print(format_facts(facts, width), soft_wrap=True)
+    console.print(format_facts(facts, console.width if console.is_terminal else None), soft_wrap=True)
 
 
 def print_wrapped(text: str, *, stderr: bool = False) -> None:

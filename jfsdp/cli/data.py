@@ -87,8 +87,7 @@ def _print(place: str, tokenizer: Any, tokens: Any, trained: Any) -> None:
     text = Text()
     for run in np.split(np.arange(len(tokens)), np.flatnonzero(np.diff(trained)) + 1):
         ids, is_trained = tokens[run], bool(trained[run[0]])
-        decoded = " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids, special=True)
-        decoded = harmless(decoded)
+        decoded = harmless(" ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids, special=True))
         marked = decoded if console.is_terminal or not is_trained else f"[[{decoded}]]"
         text.append(marked, style="bold green" if is_trained else "dim")
     console.print(text, soft_wrap=True)

@@ -374,10 +374,8 @@ def _print_result(is_json: bool, found: dict[str, Any], nonfinite: Sequence[str]
     for line in nonfinite:
         print(f"warning: {line}", file=sys.stderr)
     found |= {"not_finite": list(nonfinite)} if nonfinite else {}
-    if is_json:
-        print(json.dumps(found))
-    else:
-        print_wrapped("; ".join(f"{name} {_plain(value)}" for name, value in found.items()))
+    text = json.dumps(found) if is_json else "; ".join(f"{name} {_plain(value)}" for name, value in found.items())
+    (print if is_json else print_wrapped)(text)
 
 
 def _plain(value: Any) -> str:

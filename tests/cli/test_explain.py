@@ -224,8 +224,15 @@ def test_a_reader_that_leaves_ends_the_command_without_a_traceback(command):
         ((*TINY[1:], "--strategy", "full_shards"), "full_shard"),
         ((*TINY[1:], "--lora", "targets=q_proj"), "**.q_proj.**"),
         ((*TINY[1:], "--lora", "targets=all-linear"), "**.kernel"),
+        ((*TINY[1:], "--lora", "targets=**.qkv_proj.kernel"), "**.v_proj.kernel"),
     ],
 )
 def test_a_name_that_is_nearly_right_is_told_the_right_one(options, meant, capsys):
     assert main(["explain", *options]) == 2
+    assert f"did you mean '{meant}'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("args", "meant"), [("verify x", "checkpoint verify"), ("checkpoint verfy x", "verify")])
+def test_unknown_commands_get_a_suggestion(args, meant, capsys):
+    assert main(args.split()) == 2
     assert f"did you mean '{meant}'?" in capsys.readouterr().err

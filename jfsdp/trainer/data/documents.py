@@ -160,6 +160,7 @@ class Survey:
       seq_len: tokens of a row, to which examples are truncated.
       num_tokens: all tokens, before truncation.
       num_trained: trained tokens per epoch.
+      num_packed: targets per epoch, trained or not, after truncation.
       longest: tokens of the longest example.
       num_cut, num_cut_tokens: number of truncated examples, and of the trained tokens removed from them.
       num_left_out: records omitted because an answer was removed entirely.
@@ -171,6 +172,7 @@ class Survey:
     seq_len: int
     num_tokens: int = 0
     num_trained: int = 0
+    num_packed: int = 0
     longest: int = 0
     num_cut: int = 0
     num_cut_tokens: int = 0
@@ -183,6 +185,8 @@ class Survey:
             f"records of form {self.form}: {self.num_trained:,} of {self.num_tokens:,} tokens are trained, the longest "
             f"example has {self.longest:,}"
         )
+        if self.form != "pairs":
+            line += f"; they fill about {-(-self.num_packed // self.seq_len):,} rows of {self.seq_len:,} tokens"
         if self.num_cut:
             line += f"; {self.num_cut:,} are cut at {self.seq_len:,}, with {self.num_cut_tokens:,} tokens of answers"
         if self.num_left_out:
@@ -211,6 +215,7 @@ def survey_examples(documents: Documents) -> tuple[np.ndarray, Survey]:
             survey.num_cut_tokens += one.num_cut
         if all(one.trained[1:].any() for one in examples):
             survey.num_trained += sum(int(one.trained[1:].sum()) for one in examples)
+            survey.num_packed += sum(len(one.tokens) - 1 for one in examples)
         else:
             kept[index] = False
             survey.num_left_out += 1

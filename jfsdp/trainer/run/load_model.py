@@ -12,21 +12,21 @@ import jax
 import optax
 
 from jfsdp.checkpoint.disk.paths import existing_path
-from jfsdp.checkpoint.foreign.pretrained import fit_job, has_config, read_config
+from jfsdp.checkpoint.foreign.pretrained import has_config, read_config
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
 from jfsdp.trainer.data.chat import find_template, load_template
 from jfsdp.trainer.data.examples import Examples
 from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
-from jfsdp.trainer.job import Job, find_job, job_names
+from jfsdp.trainer.job import Job
 from jfsdp.trainer.options import make_optimizer, shard_job
 from jfsdp.trainer.recipes import with_fields
 from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import make_run_mesh
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.weights import find_job as job_of_run
-from jfsdp.trainer.run.weights import load_weights, omits_base, open_checkpoints
+from jfsdp.trainer.run.weights import job_of_weights, load_weights, omits_base, open_checkpoints
 
 
 @dataclasses.dataclass
@@ -106,7 +106,7 @@ def open_model(
         job = job_of_run(config)
         model, state, description = _restored(config, job, directory, step)
     else:
-        job = job_of_run(config) if stored else _job_of(directory, given)
+        job = job_of_run(config) if stored else job_of_weights(directory, given.model)
         weights = directory / "checkpoints" / str(runs.resume_step(directory, step)) if stored else directory
         model, state, description = load_frozen(config, job, weights)
     if job.vocab_size is not None and loaded.vocab_size > job.vocab_size:
@@ -132,28 +132,6 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     plain = ("strategy", "opt_over", "reshard_after_forward", "offload", "program", "prefetch", "storage")
     plain += ("min_size", "preference", "beta", "simulate_devices")
     return dataclasses.replace(config, **changed, **{name: getattr(given, name) for name in plain})
-
-
-def _job_of(directory: Path, given: TrainConfig) -> Job:
-    """Return a job for the model of a `config.json`: the requested one, or the first that matches."""
-    if given.model is not None:
-        job = find_job(given.model)
-        if job.pretrained is None:
-            raise ValueError(
-                f"--model {given.model}: cannot read weights of Hugging Face; leave it out, or name another"
-            )
-        return fit_job(job, directory, {})
-    reasons = []
-    for name in job_names():
-        job = find_job(name)
-        if job.pretrained is None:
-            continue
-        try:
-            return fit_job(job, directory, {})
-        except ValueError as error:
-            reasons.append(str(error))
-    why = "; ".join(dict.fromkeys(reasons)) or "no installed model reads weights of Hugging Face"
-    raise ValueError(f"{str(directory)!r}: no installed model matches its config.json: {why}")
 
 
 def load_frozen(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedModel, TrainState, str]:

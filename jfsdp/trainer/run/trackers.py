@@ -118,7 +118,8 @@ class BackgroundTracker:
                 tracker.write(record)
             tracker.close()
         except Exception as error:  # a tracker's network, server or disk
-            self._say(f"note: {self._name} stops receiving metrics: {type(error).__name__}: {error}")
+            remedy = "; WANDB_MODE=offline needs no server" * self._name.startswith("--wandb ")
+            self._say(f"note: {self._name} cannot receive metrics: {type(error).__name__}: {error}{remedy}")
 
 
 def run_id(described: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ from jfsdp.train.state import TrainState
 from jfsdp.trainer.data.chat import find_template
 from jfsdp.trainer.data.tokenizer import read_tokenizer
 from jfsdp.trainer.data.tokens import split_sources
-from jfsdp.trainer.job import Job, load_job
+from jfsdp.trainer.job import Job, job_names, load_job
 from jfsdp.trainer.option_errors import spell
 from jfsdp.trainer.preferences import with_preference
 from jfsdp.trainer.run.config import TrainConfig
@@ -47,8 +47,34 @@ def omits_base(config: TrainConfig) -> bool:
 
 def find_job(config: TrainConfig) -> Job:
     """Load the job of a run, configured by its weights and its options."""
-    job, path = load_job(config.model, config.factory), weights_path(config)
+    path = weights_path(config)
+    if not (config.model or config.factory) and path and pretrained.has_config(path):
+        name = job_of_weights(path).name
+        raise ValueError(f"--init-from {config.init_from}: needs --model; its config.json matches --model {name}")
+    job = load_job(config.model, config.factory)
     return with_preference(pretrained.fit_job(job, path, dict(config.model_config)), config.preference, config.beta)
+
+
+def job_of_weights(path: Path, model: str | None = None) -> Job:
+    """Return a job for the model of a `config.json`: the requested one, or the first that matches.
+
+    Names that begin with its `model_type` come first.
+
+    Raises:
+      ValueError: if none matches.
+    """
+    reasons, kind = [], str(pretrained.read_config(path).get("model_type"))
+    names = sorted(job_names(), key=lambda name: not name.startswith(kind)) if model is None else [model]
+    for name in names:
+        job = load_job(name, None)
+        try:
+            if job.pretrained:
+                return pretrained.fit_job(job, path, {})
+            reasons += [f"--model {model} cannot read weights of Hugging Face"] * (model is not None)
+        except ValueError as error:
+            reasons.append(str(error))
+    why = "; ".join(dict.fromkeys(reasons)) or "no installed model reads weights of Hugging Face"
+    raise ValueError(f"{str(path)!r}: no model matches its config.json: {why}")
 
 
 def with_tokenizer(config: TrainConfig, job: Job, stored: Mapping[str, Any]) -> TrainConfig:

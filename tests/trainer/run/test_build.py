@@ -173,6 +173,8 @@ def test_defaults_that_contradict_the_weights_are_said_or_follow_from_them(weigh
         ({"init_from": "org/Some-1.5B"}, "--init-from..hf download org/Some-1.5B --local-dir Some-1.5B"),
         ({"init_from": "gpt2"}, "--init-from..hf download gpt2 --local-dir gpt2"),
         ({"init_from": "/a/b"}, "--init-from..no such file or directory"),
+        ({"init_from": "HF", "model": None}, "--init-from..--model llama"),
+        ({"init_from": "HFX"}, "--init-from..did you mean"),
         ({"init_from": "HF", "init_adapter": "org/lora"}, "--init-adapter..hf download org/lora"),
         ({"init_from": "HF", "init_adapter": "HF"}, "--init-adapter..adapter_config.json"),
         ({"init_from": "HF", "preference": "dpo", "reference": "org/ref"}, "--reference..hf download org/ref"),
@@ -185,7 +187,7 @@ def test_defaults_that_contradict_the_weights_are_said_or_follow_from_them(weigh
 def test_paths_are_opened_before_anything_is_traced_or_written(changes, facts, weights, tmp_path, monkeypatch):
     monkeypatch.setattr("jfsdp.trainer.run.build.make_step", None)
     (weights / "torn.safetensors").write_bytes(b"\xff" * 20)
-    changes = {name: value.replace("HF", str(weights)) for name, value in changes.items()}
+    changes = {name: value and value.replace("HF", str(weights)) for name, value in changes.items()}
     refuses(lambda: build(changed(CONFIG, model_config=(), **changes), {}), *facts.split(".."))
 
 
