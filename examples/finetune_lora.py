@@ -1,4 +1,4 @@
-"""Fine-tune published weights with LoRA in a loop of your own, and export the adapter for PEFT.
+"""Fine-tune published weights with LoRA in your own loop, and export the adapter for PEFT.
 
     python examples/finetune_lora.py llama-8b Llama-3.1-8B texts.jsonl adapter
 

@@ -1,4 +1,4 @@
-"""Train a model of your own in a loop of your own, save it and resume it: `python examples/minimal.py`.
+"""Train your own model in your own loop, save it and resume it: `python examples/minimal.py`.
 
 It runs on two simulated devices of a CPU. Run it twice: the second run continues where the first one ended.
 """

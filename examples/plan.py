@@ -1,4 +1,4 @@
-"""Plan a model of your own on GPUs that you do not have: `python examples/plan.py`.
+"""Plan your own model on GPUs that you do not have: `python examples/plan.py`.
 
 Needs the extra `plan`, and no GPU. The command line plans the same job, in this directory:
 
