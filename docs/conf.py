@@ -15,7 +15,9 @@ html_theme = "furo"
 html_static_path, html_css_files = ["_static"], ["site.css"]
 html_show_search_summary = False  # a page opened from the disk may not fetch others
 html_copy_source = html_domain_indices = html_show_copyright = False
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_parser", "sphinx_copybutton", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+exclude_patterns = ["log.md"]  # measurements: in the repository only
+copybutton_prompt_text = "$ "
 
 # Pages: the anchors of headings are GitHub's, and a fence without a language is plain text.
 myst_heading_anchors = 4
@@ -59,9 +61,9 @@ def links_in_readme(_app, _path, _name, source: list[str]) -> None:
     """Seen from docs/index.md, the files that the README links to stand one folder up."""
 
     def one_up(found: re.Match) -> str:
-        return f"](../{found[1]}" if (ROOT / found[1]).is_file() else found[0]
+        return f"{found[1]}../{found[2]}" if (ROOT / found[2]).is_file() else found[0]
 
-    source[0] = re.sub(r"\]\(([\w./-]+)", one_up, source[0])
+    source[0] = re.sub(r"(\]\(|^\[[^]]+\]: )([\w./-]+)", one_up, source[0], flags=re.M)
 
 
 COMMAND = re.compile(

@@ -1,4 +1,4 @@
-"""The scripts of scripts/cluster: their command is one of scripts/train.py, and they start again what was stopped."""
+"""The jobs for Slurm and Kubernetes in examples/: their command parses, and a stopped job is queued again."""
 
 import os
 import pathlib
@@ -13,8 +13,8 @@ from jfsdp.trainer.run.build import with_global_batch
 from jfsdp.trainer.run.config import TrainConfig
 from scripts.train import parse
 
-FOLDER = pathlib.Path(__file__).parent.parent.parent / "scripts" / "cluster"
-SCRIPTS = ("slurm.sh", "slurm-tasks.sh")
+FOLDER = pathlib.Path(__file__).parent.parent.parent / "examples"
+SCRIPTS = ("slurm/job.sh", "slurm/job-per-gpu.sh")
 
 
 def command(script: str) -> TrainConfig:
@@ -22,7 +22,7 @@ def command(script: str) -> TrainConfig:
     return parse(shlex.split(re.findall(r"scripts/train\.py (.*?)(?:;|& run)", text, re.S)[0]))
 
 
-@pytest.mark.parametrize("script", [*SCRIPTS, "jobset.yaml"])
+@pytest.mark.parametrize("script", [*SCRIPTS, "kubernetes/jobset.yaml"])
 @pytest.mark.parametrize("num_devices", [8, 32, 64])
 def test_the_rows_of_a_step_are_the_same_on_any_number_of_machines(script, num_devices):
     config = with_global_batch(command(script), make_abstract_mesh({"fsdp": num_devices}))
