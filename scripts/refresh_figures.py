@@ -147,10 +147,12 @@ def _print(output: Mapping[str, Any]) -> list[list[str]]:
     printed, before = [], output.get("before", [])
     with tempfile.TemporaryDirectory() as directory:
         for command in [*before, *output["commands"]]:
-            words = [sys.executable, "-m", *shlex.split(command)]
-            done = subprocess.run(words, cwd=directory, capture_output=True, text=True, env=_environment())
+            program, *words = shlex.split(output.get("runs", command))
+            python = [sys.executable, *(["-m", program] if program == "jfsdp" else [str(ROOT / program)])]
+            done = subprocess.run([*python, *words], cwd=directory, capture_output=True, text=True, env=_environment())
             print(f"{done.returncode} {command}", flush=True)
-            printed.append([line.rstrip() for line in done.stdout.strip("\n").splitlines()])
+            lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
+            printed.append([line for line in lines if line.startswith(tuple(output.get("lines", [""])))])
     return printed[len(before) :]
 
 
