@@ -1,4 +1,4 @@
-"""How `make docs` builds the site: the README and docs/*.md as they stand, and the reference from docstrings."""
+"""Configuration of the site that `make docs` builds: the README, docs/*.md, and the reference from docstrings."""
 
 import pathlib
 import re
@@ -53,17 +53,19 @@ def skip(_app, _what, _name, obj: Any, _skip, _options) -> bool | None:
 
 
 def links_to_readme(_app, _name, source: list[str]) -> None:
-    """The README is the site's first page, docs/index.md."""
-    source[0] = source[0].replace("](../README.md", "](index.md")
+    """Link to docs/index.md, which shows the README, and name the log, which is not on the site."""
+    source[0] = re.sub(r"\[[^]]+\]\(log\.md\)", "`docs/log.md`", source[0].replace("](../README.md", "](index.md"))
 
 
 def links_in_readme(_app, _path, _name, source: list[str]) -> None:
-    """Seen from docs/index.md, the files that the README links to stand one folder up."""
+    """Rewrite links of the README for docs/index.md, one folder below."""
 
     def one_up(found: re.Match) -> str:
         return f"{found[1]}../{found[2]}" if (ROOT / found[2]).is_file() else found[0]
 
-    source[0] = re.sub(r"(\]\(|^\[[^]]+\]: )([\w./-]+)", one_up, source[0], flags=re.M)
+    text = source[0].replace("[CONTRIBUTING.md](CONTRIBUTING.md)", "[contributing](docs/contributing.md)")
+    text = re.sub(r"^\[log\]: .*\n", "", text, flags=re.M).replace("[log]", "`docs/log.md`")
+    source[0] = re.sub(r"(\]\(|^\[[^]]+\]: )([\w./-]+)", one_up, text, flags=re.M)
 
 
 COMMAND = re.compile(
