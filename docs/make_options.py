@@ -75,7 +75,7 @@ def _help(name: str) -> str:
     parts = " ".join(str(HELP[name]).split()).removesuffix(".").split("`")
     for number, text in enumerate(parts):
         parts[number] = (
-            f"`{text}`" if number % 2 else re.sub(r"--[a-z][a-z-]+|[^\s,]*[*_][^\s,;]*[^\s,;.:]", r"`\g<0>`", text)
+            f"`{text}`" if number % 2 else re.sub(r"--[a-z][a-z-]+|[^\s,(]*[*_][^\s,;)]*[^\s,;.:)]", r"`\g<0>`", text)
         )
     return "".join(parts).replace("|", "\\|")
 
