@@ -151,8 +151,8 @@ def _print(output: Mapping[str, Any]) -> list[list[str]]:
             python = [sys.executable, *(["-m", program] if program == "jfsdp" else [str(ROOT / program)])]
             done = subprocess.run([*python, *words], cwd=directory, capture_output=True, text=True, env=_environment())
             print(f"{done.returncode} {command}", flush=True)
-            lines = [line.rstrip() for line in done.stdout.strip("\n").splitlines()]
-            printed.append([line for line in lines if line.startswith(tuple(output.get("lines", [""])))])
+            lines = done.stdout.replace(f"{ROOT}/", "").strip("\n").splitlines()
+            printed.append([line.rstrip() for line in lines])
     return printed[len(before) :]
 
 
@@ -228,7 +228,9 @@ def _sentence(text: str, sentence: Mapping[str, Any], figures: Figures) -> str:
 def _output(text: str, output: Mapping[str, Any], figures: Figures) -> str:
     """Replace what is printed below each command, an indented block that begins with `$`."""
     printed = figures["outputs"][_name(output)]["printed"]
+    wanted = re.compile("|".join(output.get("lines", [".*"])), re.M)
     for command, lines in zip(output["commands"], printed, strict=True):
+        lines = [line for found in wanted.finditer("\n".join(lines)) for line in found[0].split("\n")]
         shown = "".join(f"    {line}".rstrip() + "\n" for line in lines)
         pattern = rf"(    \$ {re.escape(command)}\n)((    [^$].*)?\n)*?(?=\S|    \$)"
         text = _replace(text, pattern, lambda found, new=shown: f"{found[1]}{new}\n", f"the output of {command!r}")
