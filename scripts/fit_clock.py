@@ -50,13 +50,9 @@ class FitOptions(Options):
     programs: Path = Path("programs")
     """Directory for the compiled programs, one file per run."""
     jobs: int = option(2, least=1)
-<<<<<<< HEAD
     """Runs to plan in parallel."""
-=======
-    """How many runs are planned at a time."""
     json: Path | None = None
-    """Also write the errors with each source left out there, for `refresh_figures.py --clock`."""
->>>>>>> 42c6da8 (examples: add minimal, linen, finetune_lora and plan)
+    """File for the errors with each source left out, which `refresh_figures.py --clock` reads."""
     list: bool = False
     """Only print each run with its source and the command of its plan."""
 
@@ -102,10 +98,7 @@ def main(argv: Sequence[str]) -> int:
     _print(timed, constants, ratios, left_out, committed)
     found = sorted(1 / left_out[case.run.id] for case in timed if case.run.basis)
     low, high = (found[int(share * len(found))] for share in (0.05, 0.95))
-<<<<<<< HEAD
     print(f"CLOCK_RANGE, measured / predicted of nine of ten runs: {low:.3f} to {high:.3f}")
-=======
-    print(f"CLOCK_RANGE, measured over predicted of nine of ten runs: {low:.3f} to {high:.3f}")
     if options.json:
         by_source = {source: statistics.median(errors) for source, errors in _errors(timed, left_out).items()}
         near = sum(abs(ratio - 1) <= NEAR for ratio in left_out.values())
@@ -114,7 +107,6 @@ def main(argv: Sequence[str]) -> int:
         kept |= {"median": f"{statistics.median(by_source.values()):.1%}".removesuffix("%"), "within": str(near)}
         kept |= {"timed": str(len(timed)), "low": f"{low:.2f}", "high": f"{high:.2f}"}
         options.json.write_text(json.dumps(kept, indent=1))
->>>>>>> 42c6da8 (examples: add minimal, linen, finetune_lora and plan)
     for case in cases:
         if memory := case.run.memory:
             ratio = memory["gib"] * 2**30 / case.needed_bytes
@@ -197,10 +189,10 @@ def _ratios(cases: Sequence[Case], constants: Constants) -> dict[str, float]:
 
 def _errors(cases: Sequence[Case], ratios: Mapping[str, float]) -> dict[str, list[float]]:
     """Return |predicted / measured - 1| of the runs of each source."""
-    own: dict[str, list[float]] = {}
+    errors: dict[str, list[float]] = {}
     for case in cases:
-        own.setdefault(case.run.source["repository"], []).append(abs(ratios[case.run.id] - 1))
-    return own
+        errors.setdefault(case.run.source["repository"], []).append(abs(ratios[case.run.id] - 1))
+    return errors
 
 
 def _show(constants: Constants) -> str:
@@ -221,17 +213,9 @@ def _print(
         name = case.run.id
         print(f"{name:42s} {ratios[name]:.3f}  {left_out[name]:.3f}  {committed[name]:.3f}")
     for what, found in (("fitted", ratios), ("left out", left_out), ("the code's", committed)):
-<<<<<<< HEAD
-        errors_of: dict[str, list[float]] = {}
-        for case in cases:
-            errors_of.setdefault(case.run.source["repository"], []).append(abs(found[case.run.id] - 1))
+        errors_of = _errors(cases, found)
         by_source = {source: statistics.median(errors) for source, errors in errors_of.items()}
         near = statistics.mean(error <= NEAR for errors in errors_of.values() for error in errors)
-=======
-        own = _errors(cases, found)
-        by_source = {source: statistics.median(errors) for source, errors in own.items()}
-        near = statistics.mean(error <= NEAR for errors in own.values() for error in errors)
->>>>>>> 42c6da8 (examples: add minimal, linen, finetune_lora and plan)
         print(f"{what}: median over sources {statistics.median(by_source.values()):.1%}; within {NEAR:.0%}: {near:.0%}")
         print("  " + ", ".join(f"{source} {error:.1%}" for source, error in by_source.items()))
 
