@@ -113,19 +113,22 @@ class _Estimate:
             return None
         if plan is None:
             return _least_bytes(bound, memory_bytes)
-        grads, passes = _grad_bytes(bound.layout), dict(plan.memory.passes)
+        grads, passes = _grad_bytes(bound.layout), plan.memory.passes
         if options.remat != self.options.remat:
             if options.remat not in self._saved:
                 same = dataclasses.replace(self.options, remat=options.remat)
                 self._saved[options.remat] = saved_bytes(same, topology_devices(self.cluster))
-            passes["activations"] = self._saved[options.remat]
+            passes = [{**parts, "activations": self._saved[options.remat]} for parts in passes]
         shards = grads / max(1, _grad_bytes(plan.layout))
         rows = _rows(options, cluster) / _rows(self.options, self.cluster)
         scale = {"gradients": shards, **dict.fromkeys(_BY_ROWS, rows), **dict.fromkeys(_STATE, 0)}
-        update = grads + _streamed_bytes(bound, memory_bytes)
-        if options.offload == self.options.offload:
-            update = max(update, shards * sum(size for name, size in plan.memory.update.items() if name not in _STATE))
-        in_passes = sum(scale.get(name, 1) * size for name, size in passes.items())
+        update = shards * sum(size for name, size in plan.memory.update.items() if name not in _STATE)
+        is_serial = plan.needed_bytes + plan.state.host_total > _SCHEDULER_SHARE * memory_bytes  # see _streamed_bytes
+        if options.offload != self.options.offload or is_serial:
+            update = grads + _streamed_bytes(bound, memory_bytes)
+        if rows <= 1:  # the fullest moment stays the fullest
+            passes = [max(passes, key=lambda parts: sum(parts.values()))]
+        in_passes = max(sum(scale.get(name, 1) * size for name, size in parts.items()) for parts in passes)
         return int(bound.state_bytes + plan.memory.fragmentation_bytes + max(in_passes, update))
 
 
@@ -169,9 +172,9 @@ def _use(estimate: _Estimate, limit_bytes: int, plan: Plan) -> Iterator[Advice]:
 
     if options.remat == "full" and not plan.pipeline:
         yield from advice({"remat": "dots"}, "no matrix product is computed twice")
-    by_rows = sum(plan.memory.passes[name] for name in _BY_ROWS)
-    in_passes = sum(plan.memory.passes.values()) + plan.memory.fragmentation_bytes
-    times = (_MAX_USED_SHARE * limit_bytes - in_passes + by_rows) / max(by_rows, 1)
+    free_bytes = _MAX_USED_SHARE * limit_bytes - plan.memory.fragmentation_bytes
+    by_rows = [(parts, sum(parts[name] for name in _BY_ROWS)) for parts in plan.memory.passes]
+    times = min((free_bytes - sum(parts.values()) + rows) / max(rows, 1) for parts, rows in by_rows)
     if options.accumulate > 1 and not plan.pipeline:
         yield from advice({"accumulate": 1}, "fewer gathers and larger matrix products")
     elif times >= 2:
@@ -181,6 +184,7 @@ def _use(estimate: _Estimate, limit_bytes: int, plan: Plan) -> Iterator[Advice]:
     is_resharded = options.reshard_after_forward is None and plan.layout.strategy.axes("param")
     if is_resharded and clock.exposed_s > _MIN_EXPOSED_SHARE * clock.step_s and not plan.pipeline:
         whole = sum(plan.layout.stage_bytes(leaf, "use") for leaf in plan.layout.leaves)
+        in_passes = max(sum(parts.values()) for parts in plan.memory.passes) + plan.memory.fragmentation_bytes
         if (needed := max(plan.needed_bytes, in_passes + whole)) <= _MAX_USED_SHARE * limit_bytes:
             yield Advice(kept, needed, "parameters are gathered once a microbatch")
 

@@ -56,7 +56,7 @@ def test_what_makes_a_job_fit_is_tried_from_what_costs_least():
 def test_rows_are_limited_by_the_passes_where_the_peak_is_in_the_update_of_an_offloaded_state():
     options = StepOptions(model="llama-8b", offload=("opt_state", "params"))
     plan = plan_job(options, H100)
-    assert plan.memory.parts == plan.memory.update != plan.memory.passes
+    assert plan.memory.parts == plan.memory.update
     rows = next(one for one in advise_job(options, H100, LIMIT, plan) if "batch_per_device" in one.changes)
     many = dataclasses.replace(options, **rows.changes)
     grown = plan_job(many, H100)

@@ -16,19 +16,28 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from jfsdp.layout.layout import Layout
 from jfsdp.plan.cluster.compile import CompiledStep
 from jfsdp.plan.hlo.flow import Flow
 from jfsdp.plan.hlo.parse import Module
-from jfsdp.plan.memory.buffer_assignment import Allocation, find_peak, read_allocations, read_live_ranges, read_schedule
+from jfsdp.plan.memory.buffer_assignment import (
+    NEVER,
+    Allocation,
+    find_peak,
+    read_allocations,
+    read_live_ranges,
+    read_schedule,
+)
 from jfsdp.plan.memory.classify import PARTS, Buffer, Classifier, guess_vocab
 
 # GPU memory that the step does not use but a run needs. Assumed, not measured: 0.5 GiB for the CUDA context and loaded
 # kernels; 1.5 GiB for NCCL (buffers of several MiB per channel and peer, for a few communicators); 1 GiB for cuBLAS and
 # cuDNN, the allocator's rounding and fragmentation, and arrays that the caller keeps in addition to state and batch.
 # JAX allocates only three quarters of a GPU by default; a run must raise XLA_PYTHON_CLIENT_MEM_FRACTION to use more.
+_SPANS = 64  # of the forward and backward: with more rows another one may be the fullest
 RESERVE_BYTES = 3 * 2**30
 
 
@@ -42,7 +51,8 @@ class Memory:
       fragmentation_bytes: the heap of temporaries less its live bytes at the peak; not one of the parts.
       host_bytes: arguments and temporaries of one device in host memory.
       parts: bytes by part, the keys of `PARTS`.
-      passes, update: the same at the fullest moment until the end of the backward, and after it; one equals `parts`.
+      passes: the same at the fullest moment of each of a few spans of the forward and backward.
+      update: the same at the fullest moment after the backward.
       moment: the phase of the step at the peak, and the line of the user's program.
       buffers: all live buffers at the peak, largest first.
     """
@@ -51,7 +61,7 @@ class Memory:
     fragmentation_bytes: int
     host_bytes: int
     parts: Mapping[str, int]
-    passes: Mapping[str, int]
+    passes: tuple[Mapping[str, int], ...]
     update: Mapping[str, int]
     moment: str
     buffers: tuple[Buffer, ...]
@@ -81,7 +91,8 @@ def breakdown(compiled: CompiledStep, module: Module, layout: Layout, *, vocab_s
     host = [allocation for allocation in used if _is_on_host(allocation, classifier)]
     device = [allocation for allocation in used if allocation not in host]
     last = classifier.backward[1]
-    moments = find_peak(device, ranges, 0, last), find_peak(device, ranges, last + 1)
+    spans = [*itertools.pairwise(last * part // _SPANS for part in range(_SPANS + 1)), (last + 1, NEVER)]
+    moments = [find_peak(device, ranges, *span) for span in spans]
     permanent = list(_permanent(device, classifier))
     live = [
         [*permanent, *(classifier.classify(value, size) for value, size in moment.covered if not value.is_table)]
@@ -90,7 +101,7 @@ def breakdown(compiled: CompiledStep, module: Module, layout: Layout, *, vocab_s
     totals = [collections.Counter(dict.fromkeys(PARTS, 0)) for _ in moments]
     for parts, buffer in ((parts, buffer) for parts, buffers in zip(totals, live, strict=True) for buffer in buffers):
         parts[buffer.part] += buffer.num_bytes
-    most = max((0, 1), key=lambda place: moments[place].num_bytes)
+    most = max(range(len(moments)), key=lambda place: moments[place].num_bytes)
     tables = sum(size for value, size in moments[most].covered if value.is_table)
     peak = totals[most].total() + tables if host else compiled.memory_stats.peak_memory_in_bytes
     for moment, parts in zip(moments, totals, strict=True):
@@ -101,8 +112,8 @@ def breakdown(compiled: CompiledStep, module: Module, layout: Layout, *, vocab_s
         fragmentation_bytes=temporaries - moments[most].num_bytes,
         host_bytes=sum(allocation.num_bytes for allocation in host),
         parts=dict(totals[most]),
-        passes=dict(totals[0]),
-        update=dict(totals[1]),
+        passes=tuple(map(dict, totals[:-1])),
+        update=dict(totals[-1]),
         moment=classifier.moment(schedule.get(moments[most].step, "")),
         buffers=tuple(sorted(live[most], key=lambda buffer: -buffer.num_bytes)),
     )
