@@ -72,4 +72,5 @@ def main(
 if __name__ == "__main__":
     if len(sys.argv) != 5:
         sys.exit(f"usage: {sys.argv[0]} MODEL WEIGHTS DATA ADAPTER")
-    main(sys.argv[1], *map(Path, sys.argv[2:]))
+    weights, data, adapter = map(Path, sys.argv[2:])
+    main(sys.argv[1], weights, data, adapter)

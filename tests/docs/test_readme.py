@@ -30,7 +30,9 @@ def train(code):
 
 
 def test_both_sides_of_the_diff_compute_the_same_losses():
-    lines = re.search(r"```diff\n(.*?)```", README, re.S)[1].splitlines()
+    diff = re.search(r"```diff\n(.*?)```", README, re.S)
+    assert diff
+    lines = diff[1].splitlines()
     plain, sharded = ("\n".join(line[1:] for line in lines if line[:1] in (" ", "", side)) for side in "-+")
     assert len([line for line in lines if line.startswith("+")]) == 4
     with jax.default_matmul_precision("highest"):
