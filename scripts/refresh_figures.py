@@ -228,7 +228,7 @@ def _sentence(text: str, sentence: Mapping[str, Any], figures: Figures) -> str:
 def _output(text: str, output: Mapping[str, Any], figures: Figures) -> str:
     """Replace what is printed below each command, an indented block that begins with `$`."""
     printed = figures["outputs"][_name(output)]["printed"]
-    wanted = re.compile("|".join(output.get("lines", [".*"])), re.M)
+    wanted = re.compile("|".join(output.get("lines", ["^.*$"])), re.M)
     for command, lines in zip(output["commands"], printed, strict=True):
         lines = [line for found in wanted.finditer("\n".join(lines)) for line in found[0].split("\n")]
         shown = "".join(f"    {line}".rstrip() + "\n" for line in lines)
