@@ -11,3 +11,11 @@ export XLA_PYTHON_CLIENT_MEM_FRACTION=0.95 # fraction of a GPU's memory for JAX;
 export NCCL_DEBUG=WARN                     # INFO prints hundreds of lines per process
 # export NCCL_SOCKET_IFNAME=ib0            # if NCCL chooses the wrong interface
 
+# If a process fails, the processes of all nodes end, and each launcher restarts the processes of its node. Therefore
+# srun must not end the step when one task fails.
+srun --kill-on-bad-exit=0 --cpus-per-task="$SLURM_CPUS_PER_TASK" \
+  jfsdp launch --nproc 8 --max-restarts 3 --log-dir "$RUN-logs" \
+  scripts/train.py --recipe llama-8b --global-batch 256 --run-dir "$RUN" --resume auto --fall-back \
+  --data "$DATA" --tokenizer "$TOKENIZER"; code=$?
+[ $code = 0 ] || [ $code = 143 ] || exit $code # 143: SIGTERM before training began
+[ $code = 0 ] && grep -q '"is_done": true' "$RUN/summary.json" || scontrol requeue "$SLURM_JOB_ID"

@@ -14,7 +14,7 @@ import orbax.checkpoint as ocp
 from flax import nnx
 
 import jfsdp
-from jfsdp.checkpoint.disk import commit, pieces, reader, writer
+from jfsdp.checkpoint.disk import commit, digest, pieces, writer
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.disk.logical_arrays import logical_arrays
 from jfsdp.checkpoint.disk.reader import CheckpointSource
@@ -151,7 +151,7 @@ def restore_unreadable(directory, place, index, step, fall_back=False):
         return original(self, *args)
 
     if place == "digests":
-        with mock.patch.object(reader, "find_damage", side_effect=DamagedError("not here")):
+        with mock.patch.object(digest, "find_damage", side_effect=DamagedError("not here")):
             return restore_step(directory, fall_back)["extra"]
     with mock.patch.object(CheckpointSource, targets[place], fail):
         return restore_step(directory, fall_back)["extra"]

@@ -275,7 +275,7 @@ def scalar_loss(model, batch):
 @pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* states no sharding")
 def test_rows_that_a_model_gathers_unasked_are_told():
     """None in a spec is whole: in program "xla" the rows of all devices come to each."""
-    with warning("first dim", "(None)"):
+    with warning("None for dim 0", "UNCONSTRAINED"):
         lower(stating(PartitionSpec(None, U, None)), loss=scalar_loss)
     lower(stating(PartitionSpec(U, U, None)), loss=scalar_loss)
 
