@@ -40,23 +40,29 @@ Figures = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class RefreshOptions(Options):
-    """What is planned again."""
+    """Options: the plans to run again."""
 
     page: str = ""
     """Only the plans of this page, such as adapters.md. Empty: all."""
     missing: bool = False
     """Only plans that docs/figures.json does not have. Their tables name the commit of this run."""
     clock: Path | None = None
-    """What `scripts/fit_clock.py --json FILE` wrote: the errors of the clock on published runs."""
+    """The file of `scripts/fit_clock.py --json FILE`: the errors of the clock on published runs."""
     jobs: int = option(2, least=1)
     """How many plans run at a time."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Plan, write the file and the pages; return 1 if a plan failed."""
+    """Plan, write the file and the pages; return 1 if a command failed, and 2 for a page without figures."""
     options = tyro.cli(RefreshOptions, args=list(argv), prog="refresh_figures.py", description=__doc__)
     places, figures = read_places(), json.loads(FIGURES.read_text()) if FIGURES.exists() else {}
-    chosen = [place for place in places if place["page"] in (options.page or place["page"])]
+    pages = list(dict.fromkeys(place["page"] for place in places))
+    if options.page and options.page not in pages:
+        print(
+            f"--page {options.page}: docs/figures.toml has no figures of it; it has {', '.join(pages)}", file=sys.stderr
+        )
+        return 2
+    chosen = [place for place in places if options.page in ("", place["page"])]
     known = {"plans": {}, "outputs": {}, "clock": {}} | figures
     wanted = dict.fromkeys(command for place in chosen for command in plans_of(place))
     outputs = {_name(place): place for place in chosen if "commands" in place}
@@ -70,14 +76,18 @@ def main(argv: Sequence[str]) -> int:
         planned = zip(wanted, pool.map(_plan, wanted), strict=True)
         known["plans"] |= {command: found | made for command, found in planned if found}
         printed = zip(outputs, pool.map(_print, outputs.values()), strict=True)
-        known["outputs"] |= {name: {"printed": found} | made for name, found in printed}
-    used = {command for place in places for command in plans_of(place)}
-    known["plans"] = {command: known["plans"][command] for command in sorted(used & known["plans"].keys())}
+        known["outputs"] |= {name: {"printed": found} | made for name, found in printed if found}
+    used = {
+        "plans": sorted({command for place in places for command in plans_of(place)}),
+        "outputs": [_name(place) for place in places if "commands" in place],
+    }
+    for kind, names in used.items():
+        known[kind] = {name: known[kind][name] for name in names if name in known[kind]}
     FIGURES.write_text(_one_line_each(known))
-    if failed := used - known["plans"].keys():
-        print("not planned:", *sorted(failed), sep="\n  ", file=sys.stderr)
+    if failed := [name for kind, names in used.items() for name in names if name not in known[kind]]:
+        print("failed:", *failed, sep="\n  ", file=sys.stderr)
         return 1
-    for page in dict.fromkeys(place["page"] for place in places):
+    for page in pages:
         path = DOCS / page
         path.write_text(refreshed(path.read_text(), [one for one in places if one["page"] == page], known))
     return 0
@@ -109,15 +119,27 @@ def refreshed(text: str, places: Sequence[Mapping[str, Any]], figures: Figures) 
 
 
 def _plan(command: str) -> Figures | None:
-    """Run one plan. A step that does not fit (status 3) is a plan too."""
-    plan = [sys.executable, "-m", "jfsdp", "plan", *shlex.split(command), "--json"]
-    done = subprocess.run(plan, cwd=ROOT / "examples", capture_output=True, text=True, env=_environment())
-    print(f"{done.returncode} {command}", flush=True)
-    if done.returncode not in (0, 3):
+    """Run one plan; None if it failed."""
+    found = _run(["jfsdp", "plan", *shlex.split(command), "--json"], ROOT / "examples")
+    if found is None:
+        return None
+    kept = _kept(json.loads(found))
+    return {name: round(value, 5) if isinstance(value, float) else value for name, value in kept.items()}
+
+
+def _run(words: Sequence[str], directory: str | Path) -> str | None:
+    """Run a command of jfsdp or a script, and return what it prints; None, with its errors on stderr, if it failed.
+
+    Status 3 of a step that does not fit, and 4 of an audit with findings, are answers too.
+    """
+    program, *rest = words
+    python = [sys.executable, *(["-m", program] if program == "jfsdp" else [str(ROOT / program)])]
+    done = subprocess.run([*python, *rest], cwd=directory, capture_output=True, text=True, env=_environment())
+    print(f"{done.returncode} {shlex.join(words)}", flush=True)
+    if done.returncode not in (0, 3, 4):
         print(done.stderr[-2000:], file=sys.stderr)
         return None
-    kept = _kept(json.loads(done.stdout))
-    return {name: round(value, 5) if isinstance(value, float) else value for name, value in kept.items()}
+    return done.stdout
 
 
 def _kept(found: Figures) -> Figures:
@@ -142,18 +164,15 @@ def _kept(found: Figures) -> Figures:
     }
 
 
-def _print(output: Mapping[str, Any]) -> list[list[str]]:
-    """Run commands one after the other in an empty directory; return the lines that each prints at 80 columns."""
-    printed, before = [], output.get("before", [])
+def _print(output: Mapping[str, Any]) -> list[list[str]] | None:
+    """Run commands one after the other in an empty directory; return the lines that each prints; None if one failed."""
+    before = output.get("before", [])
     with tempfile.TemporaryDirectory() as directory:
-        for command in [*before, *output["commands"]]:
-            program, *words = shlex.split(output.get("runs", command))
-            python = [sys.executable, *(["-m", program] if program == "jfsdp" else [str(ROOT / program)])]
-            done = subprocess.run([*python, *words], cwd=directory, capture_output=True, text=True, env=_environment())
-            print(f"{done.returncode} {command}", flush=True)
-            lines = done.stdout.replace(f"{ROOT}/", "").strip("\n").splitlines()
-            printed.append([line.rstrip() for line in lines])
-    return printed[len(before) :]
+        printed = [_run(shlex.split(output.get("runs", one)), directory) for one in [*before, *output["commands"]]]
+    if None in printed:
+        return None
+    texts = [text.replace(f"{ROOT}/", "").strip("\n") for text in printed[len(before) :] if text is not None]
+    return [[line.rstrip() for line in text.splitlines()] for text in texts]
 
 
 def _name(output: Mapping[str, Any]) -> str:
