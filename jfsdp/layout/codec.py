@@ -127,15 +127,13 @@ def find_codecs(
     for selector, name in coded.items():
         if name not in CODECS:
             raise ValueError(f"jfsdp.quantize: codec {name!r} is unknown; the codecs are {', '.join(CODECS)}")
-        for path, words in select_leaves("jfsdp.quantize", selector, leaves, types).items():
+        for path, by in select_leaves("jfsdp.quantize", selector, leaves, types).items():
             codec, leaf = CODECS[name], leaves[path]
             if found.get(path, codec) != codec:
-                raise ValueError(
-                    f"{path}: jfsdp.quantize {words} and another selector differ; make one of them narrower"
-                )
+                raise ValueError(f"{path}: jfsdp.quantize {by} and another selector differ; make one of them narrower")
             if not jnp.issubdtype(leaf.dtype, jnp.floating) or len(leaf.shape) - stacked[path] < 2:
                 raise ValueError(
-                    f"{path}: jfsdp.quantize {words} matches it, but shape {tuple(leaf.shape)} ({leaf.dtype}) is not "
+                    f"{path}: jfsdp.quantize {by} matches it, but shape {tuple(leaf.shape)} ({leaf.dtype}) is not "
                     "a floating-point matrix; select kernels, such as '**.kernel'"
                 )
             if leaf.shape[-1] % codec.block:

@@ -149,11 +149,9 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     Raises:
       ValueError: if an axis is unknown or is not of type Auto (on `Explicit` axes an unmodified model does not trace).
     """
-    unknown = [name for name in mesh.axis_names if name not in AXES]
-    if unknown:
-        raise ValueError(
-            f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(OUTER_FIRST)}: use jfsdp.make_mesh"
-        )
+    odd = [name for name in mesh.axis_names if name not in AXES]
+    if odd:
+        raise ValueError(f"mesh axis {odd[0]!r} is unknown; the axes are {', '.join(OUTER_FIRST)}: use jfsdp.make_mesh")
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
         if kind != AxisType.Auto:
             raise ValueError(

@@ -107,28 +107,20 @@ class Placed:
         if self.value is not None and not isinstance(self.value, PartitionSpec):
             return None
         entries = self.value or ()
-        return ((),) * self.stacked + tuple(
-            one if isinstance(one, tuple) else () if one is None else (one,) for one in entries
-        )
+        return ((),) * self.stacked + tuple(x if isinstance(x, tuple) else () if x is None else (x,) for x in entries)
 
     @property
     def cuts(self) -> list[tuple[int, str, str]] | None:
         """The dims that model axes cut, with the axis and the reason; None: `axis_rules` decide."""
         if self.spec is None:
             return None
-        return [
-            (dim, axis, f"placements {self.by}")
-            for dim, axes in enumerate(self.spec)
-            for axis in axes
-            if axis in MODEL_AXES
-        ]
+        reason = f"placements {self.by}"
+        return [(dim, axis, reason) for dim, axes in enumerate(self.spec) for axis in axes if axis in MODEL_AXES]
 
     @property
     def split(self) -> list[tuple[int, tuple[str, ...]]]:
         """The dims that a PartitionSpec splits over other axes, with these axes."""
-        found = [
-            (dim, tuple(axis for axis in axes if axis not in MODEL_AXES)) for dim, axes in enumerate(self.spec or ())
-        ]
+        found = [(dim, tuple(one for one in axes if one not in MODEL_AXES)) for dim, axes in enumerate(self.spec or ())]
         return [(dim, axes) for dim, axes in found if axes]
 
 
@@ -285,10 +277,8 @@ def _own_strategy(
         dims = ", ".join(str(dim) for dim, _ in placed.split)
         raise ValueError(f"{path}: {value} splits dims {dims}; data axes split one dim of a leaf")
     ((dim, axes),) = placed.split
-    if unknown := [axis for axis in axes if axis not in DATA_AXES]:
-        raise ValueError(
-            f"{path}: {value}: {unknown[0]!r} is not an axis of a mesh of jfsdp; these are {', '.join(AXES)}"
-        )
+    if odd := [axis for axis in axes if axis not in DATA_AXES]:
+        raise ValueError(f"{path}: {value}: {odd[0]!r} is not an axis of a mesh of jfsdp; these are {', '.join(AXES)}")
     wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
     try:
         own = Strategy(str(value), axes, wider, wider)

@@ -126,9 +126,7 @@ def format_layout(layout: Layout, sizes: Mapping[str, int] | None = None, width:
         sizes = {path: sum(leaf_bytes(layout, x, memory) for memory in (DEVICE, HOST)) for path, x in leaves.items()}
     facts = {path: _facts(leaf) for path, leaf in leaves.items()}
     usual = [collections.Counter(column).most_common(1)[0][0] for column in zip(*facts.values(), strict=True)]
-    splits = {
-        path: [describe_split(layout, leaf, stage) for stage in ("param", "opt")] for path, leaf in leaves.items()
-    }
+    splits = {path: [describe_split(layout, x, stage) for stage in ("param", "opt")] for path, x in leaves.items()}
     num_splits = 2 if any(leaves[path].trainable and len({*found}) > 1 for path, found in splits.items()) else 1
     rows, notes = {"": ["shape", *("split", "optimizer")[:num_splits], title]}, {}
     for path, leaf in leaves.items():
