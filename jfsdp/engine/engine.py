@@ -245,9 +245,7 @@ def scoped(verb: str, unit: str, move: Callable[[Arrays], Arrays]) -> Callable[[
 def _to_source(pairs: Pairs, grads: Arrays) -> Arrays:
     """Bring gradients to the dtype and memory of their source stage: a cotangent has the type of its value."""
     source = [(leaf, leaf.source) for leaf, _ in pairs]
-    return {
-        leaf.path: to_memory(grads[leaf.path].astype(leaf.stage(stage).dtype), leaf, stage) for leaf, stage in source
-    }
+    return {leaf.path: to_memory(grads[leaf.path].astype(leaf.stage(rest).dtype), leaf, rest) for leaf, rest in source}
 
 
 def unpad_all(pairs: Pairs, values: Mapping[str, Any]) -> Arrays:

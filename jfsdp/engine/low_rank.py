@@ -308,9 +308,7 @@ def _call(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
 
 def _remat(eqn: Any, inputs: Sequence[Any]) -> list[Any]:
     body = functools.partial(_eval, *_opened(eqn.params["jaxpr"]))
-    run = jax.checkpoint(
-        lambda *values: body(values), prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"]
-    )
+    run = jax.checkpoint(lambda *args: body(args), prevent_cse=eqn.params["prevent_cse"], policy=eqn.params["policy"])
     return run(*inputs)
 
 

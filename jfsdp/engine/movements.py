@@ -62,9 +62,8 @@ class Move:
     @property
     def wire_bytes(self) -> float:
         """Bytes that each device sends per step, padding included."""
-        return float(self.times) * wire_bytes(
-            self.kind, math.prod(self.shape) * item_bytes(self.dtype), self.group_size
-        )
+        num_bytes = math.prod(self.shape) * item_bytes(self.dtype)
+        return float(self.times) * wire_bytes(self.kind, num_bytes, self.group_size)
 
 
 def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
@@ -215,11 +214,10 @@ def _gather(layout: Layout, leaf: Leaf, stage: str, when: str) -> Iterator[Move]
 def _keep(layout: Layout, leaf: Leaf) -> Iterator[Move]:
     """Yield the gather from rest to stage `kept`, over the devices that do not split the leaf at `kept`."""
     parts = layout.num_parts(leaf.stage("kept")) if _axes(leaf, "kept") else 1
-    size = (layout.num_parts(leaf.stage(leaf.source)) if _axes(leaf, leaf.source) else 1) // parts
+    axes = _axes(leaf, leaf.source)
+    size = (layout.num_parts(leaf.stage(leaf.source)) if axes else 1) // parts
     if size > 1:
-        yield Move(
-            leaf, STEP, GATHER, _axes(leaf, leaf.source), leaf.stage("use").dtype, size, parts, stage=leaf.source
-        )
+        yield Move(leaf, STEP, GATHER, axes, leaf.stage("use").dtype, size, parts, stage=leaf.source)
 
 
 def _sum(

@@ -106,10 +106,8 @@ def naming_options() -> Iterator[None]:
             raise ValueError(
                 f"compiler_options[{unknown[1]!r}]: the XLA of this jaxlib has no such option; leave it out"
             ) from error
-        if refused := re.search(r"While setting option (\w+), ([^\n]*)", str(error)):
-            raise ValueError(
-                f"compiler_options[{refused[1]!r}]: {refused[2].rstrip('. ')}; set another value"
-            ) from error
+        if found := re.search(r"While setting option (\w+), ([^\n]*)", str(error)):
+            raise ValueError(f"compiler_options[{found[1]!r}]: {found[2].rstrip('. ')}; set another value") from error
         raise
 
 

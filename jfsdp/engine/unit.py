@@ -252,10 +252,8 @@ def linearize(
     varies = [True] * num_rest if is_fixed is None else [not fixed for fixed in is_fixed]
     by_rest = depends_on(closed.jaxpr, [False] * num_weights + [True] * num_rest)[num_out:]
     by_varying = depends_on(closed.jaxpr, [True] * num_weights + varies)[num_out:]
-    kinds = [
-        "weights" if not rest else "saved" if varying else "fixed"
-        for rest, varying in zip(by_rest, by_varying, strict=True)
-    ]
+    pairs = zip(by_rest, by_varying, strict=True)
+    kinds = ["weights" if not rest else "saved" if varying else "fixed" for rest, varying in pairs]
     return Linear(closed.jaxpr, closed.consts, num_weights, num_out, tree, tuple(kinds))
 
 

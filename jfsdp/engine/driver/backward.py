@@ -276,13 +276,9 @@ class Backward:
             return under_way, {path: sums.totals[path] for path in names}
 
         def put(under_way: Any, totals: Arrays, moved: int = 0) -> None:
-            sums.waiting = [
-                what._replace(grads=grads, iteration=what.iteration - moved)
-                for what, grads in zip(waiting, under_way[0], strict=True)
-            ]
-            sums.reduced = [
-                what._replace(value=under_way[1][what.path], iteration=what.iteration - moved) for what in reduced
-            ]
+            pairs, values = zip(waiting, under_way[0], strict=True), under_way[1]
+            sums.waiting = [one._replace(grads=grads, iteration=one.iteration - moved) for one, grads in pairs]
+            sums.reduced = [one._replace(value=values[one.path], iteration=one.iteration - moved) for one in reduced]
             sums.totals |= totals
 
         state = (carry, consts, gathers.queue, *take())

@@ -223,10 +223,8 @@ class _Pipeline:
         weights = StageWeights(self.staged, first)
         state = self._begin(ticks, sums, weights, given, start)
 
-        def run(state: _State, segment: Segment, rows: Row) -> _State:
-            tick = jax.named_scope(f"{SCOPE}.tick.shared")(
-                functools.partial(self._tick, weights, last, combine, segment)
-            )
+        def run(state: _State, kind: Segment, rows: Row) -> _State:
+            tick = jax.named_scope(f"{SCOPE}.tick.shared")(functools.partial(self._tick, weights, last, combine, kind))
             return jax.lax.scan(lambda state, row: (tick(state, row), None), state, rows)[0]
 
         for times, segments in ticks.rounds():
@@ -253,9 +251,7 @@ class _Pipeline:
             return arrays
         return _on_stages(functools.partial(self.stage.redistribute, back=back), arrays, ())
 
-    def _tick(
-        self, weights: StageWeights, last: Any, combine: Combine, kind: Segment, state: _State, row: Row
-    ) -> _State:
+    def _tick(self, weights: StageWeights, last: Any, merge: Combine, kind: Segment, state: _State, row: Row) -> _State:
         (waiting, sums, out, entered), rows = state, self.rows
         tables = {name: x for name, x in row.items() if x.ndim}  # the others apply to all stages together
         if kind.has_forward:
@@ -265,7 +261,7 @@ class _Pipeline:
         if kind.has_loss:
             hidden = _on_stages(self.stage.ended, (waiting.hidden, tables), (), _WHOLE)
             one, found, sums = self.leave(row["leaving"], hidden, sums)
-            out = combine(out, one)
+            out = merge(out, one)
         if kind.has_backward:
             given = (weights, last, waiting, tables), (found, *rows)
             with jax.named_scope(f"{SCOPE}.tick.backward"):

@@ -97,15 +97,11 @@ class Stage:
         Layout:  [parts of consecutive layers ..] -> [every P-th part ..]; `back` is the inverse.
         Cost:    each part is sent once, by collective permutes over axis `pipe`.
         """
-        num, length, index = self.num_stages, self._length, jax.lax.axis_index(PIPE)
+        num, length, index, repeats = self.num_stages, self._length, jax.lax.axis_index(PIPE), self.repeats
         result = jax.tree.map(jnp.zeros_like, arrays)
-        for here in range(self.repeats):
-            for there in range(self.repeats):
-                pairs = [
-                    (a, (a * self.repeats + here) % num)
-                    for a in range(num)
-                    if (a * self.repeats + here) // num == there
-                ]
+        for here in range(repeats):
+            for there in range(repeats):
+                pairs = [(a, (a * repeats + here) % num) for a in range(num) if (a * repeats + here) // num == there]
                 if not pairs:
                     continue
                 start, end, moves = (there, here, [(b, a) for a, b in pairs]) if back else (here, there, pairs)
@@ -154,11 +150,9 @@ class Stage:
         stay = self.turns and bool(back) and order[-1][0] is back[0][0]
         found = {end: step.weights.fetch(*end, None) if stay else None for end in ends}
         first, last = (found[end] for end in ends)
-        silent = {call.unit for call, _, _ in order} - {call.unit for call, _, _ in back}
+        silent = tuple(sorted({call.unit for call, _, _ in order} - {call.unit for call, _, _ in back}))
         left = (back or order)[-1][0].unit
-        self.calls = StageCalls(
-            stay and first is not None, order[0][0].unit, order[-1][0].unit, left, tuple(sorted(silent))
-        )
+        self.calls = StageCalls(stay and first is not None, order[0][0].unit, order[-1][0].unit, left, silent)
         return _expand(first), _expand(last)
 
     def saved(self, weights: StageWeights, given: Any) -> Any:
