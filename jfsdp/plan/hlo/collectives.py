@@ -7,22 +7,14 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from jfsdp.engine.movements import wire_bytes
+from jfsdp.engine.movements import GATHER, REDUCE, SCATTER, wire_bytes
 from jfsdp.layout.mesh import outer_first
 from jfsdp.plan.hlo.device_groups import read_group
 from jfsdp.plan.hlo.parse import Computation, Instruction, Module, Shape
 from jfsdp.plan.hlo.trip_counts import Execution, executions
 
 PERMUTE = "collective-permute"
-KINDS = (
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "ragged-all-to-all",
-    PERMUTE,
-    "collective-broadcast",
-)
+KINDS = (GATHER, SCATTER, REDUCE, "all-to-all", "ragged-all-to-all", PERMUTE, "collective-broadcast")
 
 SCALARS_BYTES = 1024  # per microbatch: the loss, its weight, norms and counters, a few bytes each
 

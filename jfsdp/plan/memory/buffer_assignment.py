@@ -236,10 +236,8 @@ def _cover(live: Iterable[tuple[int, Value]]) -> Iterator[tuple[Value, int]]:
     """Assign each byte to the largest value that covers it; among equals, to the first."""
     taken: dict[int, list[tuple[int, int]]] = {}
     for place, value in sorted(live, key=lambda item: -item[1].num_bytes):
-        spans, value_end = taken.setdefault(place, []), value.offset + value.num_bytes
-        num_bytes = value.num_bytes - sum(
-            max(0, min(end, value_end) - max(start, value.offset)) for start, end in spans
-        )
+        spans, limit = taken.setdefault(place, []), value.offset + value.num_bytes
+        num_bytes = value.num_bytes - sum(max(0, min(end, limit) - max(start, value.offset)) for start, end in spans)
         if num_bytes:
             yield value, num_bytes
-            taken[place] = _merge([*spans, (value.offset, value_end)])
+            taken[place] = _merge([*spans, (value.offset, limit)])

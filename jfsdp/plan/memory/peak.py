@@ -23,14 +23,7 @@ from jfsdp.layout.layout import Layout
 from jfsdp.plan.cluster.compile import CompiledStep
 from jfsdp.plan.hlo.flow import Flow
 from jfsdp.plan.hlo.parse import Module
-from jfsdp.plan.memory.buffer_assignment import (
-    NEVER,
-    Allocation,
-    find_peak,
-    read_allocations,
-    read_live_ranges,
-    read_schedule,
-)
+from jfsdp.plan.memory import buffer_assignment
 from jfsdp.plan.memory.classify import PARTS, Buffer, Classifier, guess_vocab
 
 # GPU memory that the step does not use but a run needs. Assumed, not measured: 0.5 GiB for the CUDA context and loaded
@@ -84,15 +77,17 @@ def breakdown(compiled: CompiledStep, module: Module, layout: Layout, *, vocab_s
     Raises:
       ValueError: if XLA's texts have an unknown format.
     """
-    ranges, allocations = read_live_ranges(compiled.live_ranges), read_allocations(compiled.buffers)
+    ranges = buffer_assignment.read_live_ranges(compiled.live_ranges)
+    allocations = buffer_assignment.read_allocations(compiled.buffers)
     used = [allocation for allocation in allocations if not allocation.is_thread_local]
-    schedule = read_schedule(compiled.live_ranges)
+    schedule = buffer_assignment.read_schedule(compiled.live_ranges)
     classifier = Classifier(Flow(module), layout, ranges, schedule, vocab_size or guess_vocab(layout))
     host = [allocation for allocation in used if _is_on_host(allocation, classifier)]
     device = [allocation for allocation in used if allocation not in host]
     last = classifier.backward[1]
-    spans = [*itertools.pairwise(last * part // _SPANS for part in range(_SPANS + 1)), (last + 1, NEVER)]
-    moments = [find_peak(device, ranges, *span) for span in spans]
+    after_last = last + 1, buffer_assignment.NEVER
+    spans = [*itertools.pairwise(last * part // _SPANS for part in range(_SPANS + 1)), after_last]
+    moments = [buffer_assignment.find_peak(device, ranges, *span) for span in spans]
     permanent = list(_permanent(device, classifier))
     live = [
         [*permanent, *(classifier.classify(value, size) for value, size in moment.covered if not value.is_table)]
@@ -128,14 +123,14 @@ def largest_buffers(memory: Memory, num: int = 20) -> list[tuple[str, str, int, 
     return sorted(rows, key=lambda row: -row[3])[:num]
 
 
-def _is_on_host(allocation: Allocation, classifier: Classifier) -> bool:
+def _is_on_host(allocation: buffer_assignment.Allocation, classifier: Classifier) -> bool:
     """Whether an allocation is in host memory; XLA does not mark offloaded parameters, the arguments named `lent`."""
     if allocation.is_host or allocation.parameter is None:
         return allocation.is_host
     return classifier.flow.parameters[allocation.parameter].op_name.startswith("lent")
 
 
-def _permanent(allocations: Sequence[Allocation], classifier: Classifier) -> Iterator[Buffer]:
+def _permanent(allocations: Sequence[buffer_assignment.Allocation], classifier: Classifier) -> Iterator[Buffer]:
     """Yield buffers that are live during the whole step: arguments, results without a donated argument, constants."""
     for allocation in allocations:
         if allocation.is_temp or allocation.is_table or not allocation.values:

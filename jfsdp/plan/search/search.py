@@ -254,9 +254,7 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
         tries.try_all(spaces.programs(one, space))
     for choices in spaces.xla_choices(tries.best(1)[0], cluster) if space.xla is None else space.xla:
         for one in tries.best(1):
-            tries.try_all(
-                dataclasses.replace(one, xla=tuple((dict(one.xla) | dict(pairs)).items())) for pairs in choices
-            )
+            tries.try_all(dataclasses.replace(one, xla=tuple((dict(one.xla) | dict(more)).items())) for more in choices)
 
 
 def _place(tries: _Tries, one: StepOptions, space: SearchSpace) -> None:

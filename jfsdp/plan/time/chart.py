@@ -121,10 +121,8 @@ def plot_timeline(plan: Plan, path: str | Path) -> None:
     """
     if Path(path).suffix.lower() not in ENDINGS:
         raise ValueError(f"{path}: a plot is a {' or a '.join(ENDINGS)}; rename it")
-    collectives = (timed.collective for timed in plan.timeline.collectives)
-    own = {
-        one.name: group_axes(plan.layout, one.group)[0] for one in collectives if is_over_model_axes(plan.layout, one)
-    }
+    items = (timed.collective for timed in plan.timeline.collectives)
+    own = {one.name: group_axes(plan.layout, one.group)[0] for one in items if is_over_model_axes(plan.layout, one)}
     units = collective_units(plan.ledger)
     module = parse_module(plan.compiled.text)
     step = [event for event in plan.timeline.events if event.computation == module.entry.name]

@@ -226,9 +226,7 @@ def find_activations(trace: Trace | None, layout: Layout) -> Activations:
         for atom in jaxpr.outvars:
             if isinstance(axis.read(atom), Sum):
                 axis.reshard(atom, None, jaxpr.eqns[-1])
-    return Activations(
-        tuple(walk.sent), tuple(dict.fromkeys(name for axis in walk.model_axes for name in axis.unknown))
-    )
+    return Activations(tuple(walk.sent), tuple(dict.fromkeys(op for axis in walk.model_axes for op in axis.unknown)))
 
 
 def _model_axes(layout: Layout) -> list[str]:

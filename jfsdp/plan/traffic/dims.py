@@ -46,10 +46,8 @@ def keeps_sums(eqn: Any) -> bool:
     return eqn.primitive.name in _SHAPES or (is_known(eqn) and eqn.primitive.name not in _RULES)
 
 
-def _same(given: Any, dim: int, out: Any) -> Goes:
-    return (
-        dim if out.shape[dim : dim + 1] == given.shape[dim : dim + 1] and len(out.shape) == len(given.shape) else None
-    )
+def _same(aval: Any, dim: int, out: Any) -> Goes:
+    return dim if out.shape[dim : dim + 1] == aval.shape[dim : dim + 1] and len(out.shape) == len(aval.shape) else None
 
 
 def _dot(eqn: Any, place: int, dim: int, parts: int) -> Goes:

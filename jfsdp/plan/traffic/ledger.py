@@ -244,9 +244,7 @@ class _Rows:
     def finish(self, allowed: float) -> tuple[Row, ...]:
         """Return the rows in the order of the layout's units. Scalars count as expected, up to `allowed` bytes."""
         order = [unit.name for unit in self.layout.units]
-        keys = sorted(
-            self.rows, key=lambda key: (key[1] in ("scalars", OWN), order.index(key[0]), WHATS.index(key[1]), key)
-        )
+        keys = sorted(self.rows, key=lambda x: (x[1] in ("scalars", OWN), order.index(x[0]), WHATS.index(x[1]), x))
         rows = tuple(self.rows[key] for key in keys)
         for row in rows:
             if row.what == "scalars":
