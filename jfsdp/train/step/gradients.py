@@ -146,9 +146,8 @@ class Gradients:
 
         def body(carry: Summed, rows: Any) -> tuple[Summed, None]:
             given = carry.model_state, rows, jax.tree.map(to_device, carry.grads)
-            new = jax.tree.unflatten(
-                jax.tree.structure(shapes), core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(given))
-            )
+            out = core.eval_jaxpr(closed.jaxpr, closed.consts, *jax.tree.leaves(given))
+            new = jax.tree.unflatten(jax.tree.structure(shapes), out)
             return new._replace(loss=merge(jnp.add, jnp.maximum, carry.loss, new.loss)), None
 
         start = Summed(engine.put(zeros, "grad"), _nothing(shapes.loss), model_state)

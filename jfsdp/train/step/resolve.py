@@ -65,9 +65,7 @@ def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch
       UserWarning: if program `xla` sends more bytes than necessary, or the model does not use a mesh axis.
     """
     layout, mesh = apply.layout, apply.engine.mesh
-    source = {
-        leaf.path: jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage(leaf.source).dtype) for leaf in layout.leaves
-    }
+    source = {one.path: jax.ShapeDtypeStruct(one.stored_shape, one.stage(one.source).dtype) for one in layout.leaves}
     shapes = source, dict(apply.model.state), jax.tree.map(_shape, batch)
     gathered, surveys = config.gathered_units(layout), list[Survey]()
 
@@ -211,12 +209,8 @@ def _excess(layout: Layout, config: StepConfig, found: Survey) -> str:
             dtype, size = layout.reduce_dtype(leaf), layout.num_shards(layout.data_axes)
             num_bytes += Move(leaf, CALL, REDUCE, layout.data_axes, dtype, size, times=times).wire_bytes
     ratio = num_bytes / max(1.0, sum(move.wire_bytes for move in by_manual))
-    largest = max(whole, key=lambda path: math.prod(layout.by_path[path].shape), default="")
-    why = (
-        f"it sums over {', '.join(later)} in every microbatch"
-        if later and config.accumulate > 1
-        else whole.get(largest)
-    )
+    most = max(whole, key=lambda path: math.prod(layout.by_path[path].shape), default="")
+    why = f"it sums over {', '.join(later)} in every microbatch" if later and config.accumulate > 1 else whole.get(most)
     return f"XLA sends up to {ratio:.2f} times the bytes of program 'manual', because {why}" if ratio > _EXCESS else ""
 
 

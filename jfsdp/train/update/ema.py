@@ -102,10 +102,8 @@ def _placer(layout: Layout, mesh: Any) -> Any:
     return jax.jit(functools.partial(_place, XlaEngine(layout, mesh)), out_shardings=(params, work))
 
 
-def _place(
-    engine: XlaEngine, params: dict[str, Any], averages: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    here = jax.tree.map(to_device, params | averages)
+def _place(engine: XlaEngine, params: dict[str, Any], ema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    here = jax.tree.map(to_device, params | ema)
     # Without the copy, a jitted identity returns the buffers of the optimizer's state. Averages may have another dtype.
     stored = {path: jnp.copy(x).astype(engine.layout.by_path[path].dtype) for path, x in here.items()}
     return stored, make_work(engine, stored)
