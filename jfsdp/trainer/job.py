@@ -166,12 +166,10 @@ def as_job(value: Any, name: str) -> Job:
             f"job {name!r}: cuts was renamed to placements: {{'**.kernel': PartitionSpec(None, 'tensor')}} splits dim "
             "1 of the kernels over axis 'tensor'"
         )
-    unknown = [key for key in value if key not in known]
+    extra = [key for key in value if key not in known]
     missing = [key for key, field in known.items() if field.default is dataclasses.MISSING and key not in value]
-    if unknown or missing:
-        raise ValueError(
-            f"job {name!r}: unknown fields {unknown}, missing fields {missing}; fields: {', '.join(known)}"
-        )
+    if extra or missing:
+        raise ValueError(f"job {name!r}: unknown fields {extra}, missing fields {missing}; fields: {', '.join(known)}")
     try:
         return Job(**{"name": name, **value})
     except TypeError as error:

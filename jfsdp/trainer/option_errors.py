@@ -49,11 +49,9 @@ def instead_of(field: str, names: Collection[str]) -> str:
 def _close_options(name: str, names: Iterable[str]) -> list[str]:
     """Return the options that are spelled similarly, have the same initials, or share a word with a name."""
     names, words = list(names), tuple(name.strip("-").split("-"))
-    initials = [other for other in names if "".join(word[0] for word in other[2:].split("-")) == name[2:]]
+    initials = [one for one in names if "".join(word[0] for word in one[2:].split("-")) == name[2:]]
     alike = difflib.get_close_matches(name, names, n=3, cutoff=0.7)
-    sharing = [
-        other for other in names if any(word in words or words[0].startswith(word) for word in other[2:].split("-"))
-    ]
+    sharing = [one for one in names if any(word in words or words[0].startswith(word) for word in one[2:].split("-"))]
     return list(dict.fromkeys([*initials, *alike, *sharing]))[:4]
 
 

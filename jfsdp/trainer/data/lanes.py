@@ -45,9 +45,8 @@ def batch_lanes(open_lane: Callable[[int], Iterable[Any]], num_lanes: int, num_r
     class Iterator(grain.DatasetIterator):
         def __init__(self) -> None:
             super().__init__()
-            self._lanes: dict[int, Any] = {
-                lane: iter(open_lane(lane)) for lane in sorted({row // per_lane for row in local_rows})
-            }
+            lanes = sorted({row // per_lane for row in local_rows})
+            self._lanes: dict[int, Any] = {lane: iter(open_lane(lane)) for lane in lanes}
             self._rows = dict.fromkeys(self._lanes, 0)
             self._taken = 0
 

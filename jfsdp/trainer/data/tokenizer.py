@@ -70,9 +70,8 @@ class HuggingFaceTokenizer:
         first = list(itertools.takewhile(special.__contains__, tokenizer.encode("a").ids))
         self.start_ids = np.array(first or [eod_id], np.int32)
         # Parses special tokens in the text, and gives offsets to tokens of white space.
-        self._parsing = type(tokenizer).from_str(
-            tokenizer.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
-        )
+        text = tokenizer.to_str().replace('"trim_offsets":true', '"trim_offsets":false')
+        self._parsing = type(tokenizer).from_str(text)
 
     def encode_chat(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """Return ids int32 [n] of a rendered chat, with its special tokens, and character offsets int [n 2]."""

@@ -270,10 +270,8 @@ class Run:
         device = mesh.devices.flat[0]
         writers: list[Any] = []
         if self.is_writer:
-            writers = [
-                JsonLines(self.run_dir / "metrics.jsonl"),
-                TensorBoard(self.run_dir / "tensorboard", self.first + 1),
-            ]
+            writers.append(JsonLines(self.run_dir / "metrics.jsonl"))
+            writers.append(TensorBoard(self.run_dir / "tensorboard", self.first + 1))
             settings = described | {"run_dir": str(self.run_dir)}
             for option, kind in (("wandb", Wandb), ("mlflow", MLflow)):
                 if (name := getattr(self.config, option)) is not None:
