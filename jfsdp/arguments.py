@@ -107,9 +107,7 @@ def find_problem(name: str, value: Any, hint: Any) -> Exception | None:
     if kind is tuple and inner[-1] is not Ellipsis:
         if not isinstance(value, tuple) or len(value) != len(inner):
             return wrong(TypeError)
-        return next(
-            filter(None, (find_problem(f"{name}[{at}]", *one) for at, one in enumerate(zip(value, inner)))), None
-        )
+        return next(filter(None, (find_problem(f"{name}[{i}]", *one) for i, one in enumerate(zip(value, inner)))), None)
     if isinstance(value, Mapping) and issubclass(kind, Mapping):
         rule = f"a key must be {_describe(inner[0])}"
         keys = [TypeError(f"{name}[{key!r}]: {rule}") for key in value if find_problem("", key, inner[0])]

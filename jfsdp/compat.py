@@ -87,13 +87,11 @@ def limit_running(result: jax.Array) -> None:
             first.block_until_ready()
 
 
-def describe_topology(topology: str, target_config: str) -> Any:
+def describe_topology(topology: str, config: str) -> Any:
     """Return a description of GPUs to compile for: `topology` is domains x hosts x GPUs per host."""
     from jax.experimental import topologies
 
-    return topologies.get_topology_desc(
-        platform="cuda", topology_name="", topology=topology, target_config=target_config
-    )
+    return topologies.get_topology_desc(platform="cuda", topology_name="", topology=topology, target_config=config)
 
 
 def reset_compilation_cache() -> None:

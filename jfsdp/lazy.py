@@ -27,8 +27,5 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
             return importlib.import_module(f"{package}.{name}")
         return getattr(importlib.import_module(homes[name]), name)
 
-    return (
-        get,
-        lambda: sorted({*vars(sys.modules[package]), *homes}),
-        [name for name, home in homes.items() if home != package],
-    )
+    public = [name for name, home in homes.items() if home != package]
+    return get, lambda: sorted({*vars(sys.modules[package]), *homes}), public

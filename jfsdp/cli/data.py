@@ -57,9 +57,7 @@ class Show(Options):
         data.check_used()
         shown = range(min(self.start, len(data.train)), min(self.start + self.num, len(data.train)))
         answers = (" (chosen)", " (rejected)") if data.form == "pairs" else ("",)
-        examples = [
-            (data.train.place(i) + which, *one) for i in shown for which, one in zip(answers, _examples(data, i))
-        ]
+        examples = [(data.train.place(i) + mark, *one) for i in shown for mark, one in zip(answers, _examples(data, i))]
         if self.json:
             rows = [{"place": place, "tokens": t.tolist(), "trained": m.tolist()} for place, t, m in examples]
             print(json.dumps({"found": data.found.split("\n  "), "examples": rows}))

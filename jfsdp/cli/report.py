@@ -111,11 +111,9 @@ def _facts(plan: Plan, job: StepOptions, training: Training | None, verbose: boo
     if mfu and plan.mfu_causal not in (None, plan.mfu):
         mfu += f" ({plan.mfu_causal:.1%} with causal attention)"
     rows["throughput"] = f"{plan.items_per_s:,.0f} {work.item}s/s per GPU{mfu}"
-    waiting, least = plan.timeline.host_exposed_s / plan.step_s, plan.compute_bound_rows
+    waits, least = plan.timeline.host_exposed_s / plan.step_s, plan.compute_bound_rows
     note = f"; by compute from {least} rows per data shard on" if least > work.rows else ""
-    rows["bound by"] = plan.bound_by + (
-        f"; {waiting:.0%} of the step waits for host memory" if waiting > 0.02 else note
-    )
+    rows["bound by"] = plan.bound_by + (f"; {waits:.0%} of the step waits for host memory" if waits > 0.02 else note)
     if training:
         time = f"{training.days:.1f} days" if training.days >= 2 else f"{24 * training.days:.1f} hours"
         rows["training"] = f"{training.steps:,} steps: {time}, {training.gpu_hours:,.0f} GPU-hours"

@@ -174,11 +174,10 @@ def _torchrun(variables: _Variables) -> Place | None:
     process, count = variables.below("RANK", "WORLD_SIZE")
     address = variables.address("RANK") if count > 1 else None
     local = variables.local("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-    absent = variables.environment.get(ABSENT, "").split()
+    text = variables.environment.get(ABSENT, "")
+    absent = text.split()
     if not all(number.isdecimal() for number in absent):
-        raise ValueError(
-            f"{ABSENT}={variables.environment[ABSENT]!r} must be numbers of processes, such as '3 7'; unset it"
-        )
+        raise ValueError(f"{ABSENT}={text!r} must be numbers of processes, such as '3 7'; unset it")
     min_nproc = variables.number(MIN_NPROC) if variables.has(MIN_NPROC) else None
     return Place("RANK and WORLD_SIZE", address, count, process, *local, tuple(map(int, absent)), min_nproc)
 

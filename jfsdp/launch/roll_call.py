@@ -214,9 +214,7 @@ def differences(present: Mapping[int, tuple[str, Mapping[str, Any]]]) -> str:
     """
     lines = []
     for name in sorted({name for _, facts in present.values() for name in facts}):
-        texts = {
-            process: json.dumps(facts.get(name), sort_keys=True) for process, (_, facts) in sorted(present.items())
-        }
+        texts = {i: json.dumps(facts.get(name), sort_keys=True) for i, (_, facts) in sorted(present.items())}
         ((usual, _),) = collections.Counter(texts.values()).most_common(1)
         odd = [f"process {i} ({present[i][0]}) has {text}" for i, text in texts.items() if text != usual]
         if odd:

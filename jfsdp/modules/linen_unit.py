@@ -129,21 +129,19 @@ def is_box(value: Any) -> bool:
 def make_interceptor(hooks: Hooks) -> Callable[..., Any]:
     """Make the interceptor that runs the calls of units through the engine."""
 
-    def intercept(
-        next_fun: Callable[..., Any], args: Any, kwargs: Any, context: linen.module.InterceptorContext
-    ) -> Any:
-        module = context.module
+    def intercept(next_fun: Callable[..., Any], args: Any, kwargs: Any, call: linen.module.InterceptorContext) -> Any:
+        module = call.module
         name = join_path(module.path) if module.scope is not None else ""
         if name not in hooks.units or hooks.is_open(name):
             return next_fun(*args, **kwargs)
-        if context.method_name == "setup":
+        if call.method_name == "setup":
             # Called from outside, to access its submodules. If setup computes with weights, it can only run in the
             # copy that runs the call.
             with contextlib.suppress(NotGatheredError):
                 next_fun()
             return None
         # `orig_method` is the method bound to its module.
-        method = context.orig_method.func  # type: ignore[attr-defined]
+        method = call.orig_method.func  # type: ignore[attr-defined]
         return _lift_call(method, name, hooks, _is_in_transform(module.scope))(module, *args, **kwargs)
 
     return intercept

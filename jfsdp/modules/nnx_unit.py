@@ -88,9 +88,8 @@ def _set_class(module: nnx.Module, cls: type) -> None:
 def _subclass(cls: type, methods: Mapping[str, Any]) -> type:
     # A subclass is a pytree by default, and a subclass of a class with pytree=False would lose the attributes.
     options = {"pytree": cls._pytree__is_pytree}  # type: ignore[attr-defined]
-    return types.new_class(
-        cls.__name__, (cls,), options, lambda body: body.update({**methods, "__module__": cls.__module__})
-    )
+    body = {**methods, "__module__": cls.__module__}
+    return types.new_class(cls.__name__, (cls,), options, lambda namespace: namespace.update(body))
 
 
 def _hooked(cls: type, name: str, unit: UnitInfo, hooks: Hooks) -> Callable[..., Any]:

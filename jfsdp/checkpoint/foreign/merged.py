@@ -115,9 +115,7 @@ def merge_peft(base: Any, adapter: Any, target: Any, *, sign: int = 1, **options
     directory = Path(base).expanduser()
     merged = Merged(foreign_source(directory), open_peft(adapter), sign=sign)
     folder = directory if directory.is_dir() else directory.parent
-    texts: dict[str, Any] = {
-        file.name: file for file in sorted(folder.iterdir()) if file.is_file() and _is_text(file.name)
-    }
+    texts: dict[str, Any] = {one.name: one for one in sorted(folder.iterdir()) if one.is_file() and _is_text(one.name)}
     if merged.is_untied and CONFIG in texts:
         texts[CONFIG] = json.loads(texts[CONFIG].read_text()) | {"tie_word_embeddings": False}
     return write_safetensors(merged, target, texts=texts, **options)

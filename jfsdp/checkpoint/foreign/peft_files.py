@@ -105,18 +105,14 @@ class PeftAdapter:
         """Check that the base has an array in the adapter's shape. `shape` is None if it lacks the array."""
         self._check_shape("has", name, tuple(self.source.arrays[PREFIX + name].shape), shape)
 
-    def _check_shape(self, verb: str, name: str, expected: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
-        if verb == "adapts" and shape is not None and shape == expected[::-1] != expected:
+    def _check_shape(self, verb: str, name: str, own: tuple[int, ...], shape: tuple[int, ...] | None) -> None:
+        if verb == "adapts" and shape is not None and shape == own[::-1] != own:
             wanted = str(not self.is_transposed(name)).lower()
-            raise ValueError(
-                f"{self.path}: adapts {name} as {list(expected)}; set fan_in_fan_out in {CONFIG} to {wanted}"
-            )
-        if shape != expected:
+            raise ValueError(f"{self.path}: adapts {name} as {list(own)}; set fan_in_fan_out in {CONFIG} to {wanted}")
+        if shape != own:
             found = "no array of that name" if shape is None else list(shape)
             base = self.options.get("base_model_name_or_path") or "unnamed"
-            raise ValueError(
-                f"{self.path}: {verb} {name} {list(expected)}, but the base has {found}; use its base ({base})"
-            )
+            raise ValueError(f"{self.path}: {verb} {name} {list(own)}, but the base has {found}; use its base ({base})")
 
     def is_transposed(self, weight: str) -> bool:
         """Return whether the base's weight is [in, out]; a head never is."""
