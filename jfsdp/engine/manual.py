@@ -111,9 +111,9 @@ class ManualEngine(Engine):
         return self._over_auto_axes(fn, leaf.cut_spec(sliced), leaf.cut_spec(sliced), value)
 
     def _over_auto_axes(
-        self, fn: Callable[[jax.Array], jax.Array], before: PartitionSpec, out: PartitionSpec, value: jax.Array
+        self, fn: Callable[[jax.Array], jax.Array], old: PartitionSpec, new: PartitionSpec, value: jax.Array
     ) -> jax.Array:
-        return jax.shard_map(fn, in_specs=before, out_specs=out, axis_names=set(self.auto_axes), check_vma=False)(value)
+        return jax.shard_map(fn, in_specs=old, out_specs=new, axis_names=set(self.auto_axes), check_vma=False)(value)
 
     def on_rows(self, compute: Callable[..., T], arrays: Any, specs: T) -> T:
         """Run on each device separately, with its shards of the weights and its rows of the batch."""

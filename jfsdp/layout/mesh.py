@@ -149,10 +149,9 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
     Raises:
       ValueError: if an axis is unknown or is not of type Auto (on `Explicit` axes an unmodified model does not trace).
     """
-    odd = [name for name in mesh.axis_names if name not in AXES]
-    if odd:
-        raise ValueError(f"mesh axis {odd[0]!r} is unknown; the axes are {', '.join(OUTER_FIRST)}: use jfsdp.make_mesh")
     for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True):
+        if name not in AXES:
+            raise ValueError(f"unknown mesh axis {name!r}; the axes are {', '.join(OUTER_FIRST)}: use jfsdp.make_mesh")
         if kind != AxisType.Auto:
             raise ValueError(
                 f"mesh axis {name!r} has type {kind.name}; use jfsdp.make_mesh, or pass axis_types=(AxisType.Auto, ...)"

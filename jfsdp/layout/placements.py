@@ -277,8 +277,9 @@ def _own_strategy(
         dims = ", ".join(str(dim) for dim, _ in placed.split)
         raise ValueError(f"{path}: {value} splits dims {dims}; data axes split one dim of a leaf")
     ((dim, axes),) = placed.split
-    if odd := [axis for axis in axes if axis not in DATA_AXES]:
-        raise ValueError(f"{path}: {value}: {odd[0]!r} is not an axis of a mesh of jfsdp; these are {', '.join(AXES)}")
+    for axis in axes:
+        if axis not in DATA_AXES:
+            raise ValueError(f"{path}: {value}: {axis!r} is not an axis of jfsdp's meshes; these are {', '.join(AXES)}")
     wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
     try:
         own = Strategy(str(value), axes, wider, wider)

@@ -174,11 +174,11 @@ def resolve_policies(
 
 def _check_settings(pattern: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     known = [field.name for field in dataclasses.fields(UnitPolicy)]
-    odd = [key for key in settings if key not in known]
     if not settings:
         raise ValueError(f"per_unit {pattern!r} has no settings; set one of {', '.join(known)}, or leave it out")
-    if odd:
-        raise ValueError(f"per_unit {pattern!r}: setting {odd[0]!r} is unknown; the settings are {', '.join(known)}")
+    for key in settings:
+        if key not in known:
+            raise ValueError(f"per_unit {pattern!r}: setting {key!r} is unknown; the settings are {', '.join(known)}")
     return settings
 
 

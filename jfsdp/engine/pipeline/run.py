@@ -251,7 +251,9 @@ class _Pipeline:
             return arrays
         return _on_stages(functools.partial(self.stage.redistribute, back=back), arrays, ())
 
-    def _tick(self, weights: StageWeights, last: Any, merge: Combine, kind: Segment, state: _State, row: Row) -> _State:
+    def _tick(
+        self, weights: StageWeights, last: Any, combine: Combine, kind: Segment, state: _State, row: Row
+    ) -> _State:
         (waiting, sums, out, entered), rows = state, self.rows
         tables = {name: x for name, x in row.items() if x.ndim}  # the others apply to all stages together
         if kind.has_forward:
@@ -261,7 +263,7 @@ class _Pipeline:
         if kind.has_loss:
             hidden = _on_stages(self.stage.ended, (waiting.hidden, tables), (), _WHOLE)
             one, found, sums = self.leave(row["leaving"], hidden, sums)
-            out = merge(out, one)
+            out = combine(out, one)
         if kind.has_backward:
             given = (weights, last, waiting, tables), (found, *rows)
             with jax.named_scope(f"{SCOPE}.tick.backward"):

@@ -209,8 +209,9 @@ def _excess(layout: Layout, config: StepConfig, found: Survey) -> str:
             dtype, size = layout.reduce_dtype(leaf), layout.num_shards(layout.data_axes)
             num_bytes += Move(leaf, CALL, REDUCE, layout.data_axes, dtype, size, times=times).wire_bytes
     ratio = num_bytes / max(1.0, sum(move.wire_bytes for move in by_manual))
-    most = max(whole, key=lambda path: math.prod(layout.by_path[path].shape), default="")
-    why = f"it sums over {', '.join(later)} in every microbatch" if later and config.accumulate > 1 else whole.get(most)
+    why = whole.get(max(whole, key=lambda path: math.prod(layout.by_path[path].shape), default=""))
+    if later and config.accumulate > 1:
+        why = f"it sums over {', '.join(later)} in every microbatch"
     return f"XLA sends up to {ratio:.2f} times the bytes of program 'manual', because {why}" if ratio > _EXCESS else ""
 
 
