@@ -279,7 +279,7 @@ def _own_strategy(
     ((dim, axes),) = placed.split
     for axis in axes:
         if axis not in DATA_AXES:
-            raise ValueError(f"{path}: {value}: {axis!r} is not an axis of jfsdp's meshes; these are {', '.join(AXES)}")
+            raise ValueError(f"{path}: {value}: {axis!r} is not an axis of a mesh; the axes are {', '.join(AXES)}")
     wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
     try:
         own = Strategy(str(value), axes, wider, wider)
