@@ -32,6 +32,7 @@ from jfsdp.engine.engine import Engine, pad_leaf
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.leaf import Leaf
 from jfsdp.modules.model import ParamTree
+from jfsdp.train.update.matrices import model_of_update
 from jfsdp.train.update.roles import Role, Roles, abstract_opt_state, array_name, logical_shapes
 
 
@@ -148,7 +149,7 @@ class ShardedOptimizer:
 
     def _update(self, grads: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, Any]:
         tx = self.tx.gradient_transformation() if isinstance(self.tx, optax.MultiSteps) else self.tx
-        with _recorded_averages() as record:
+        with _recorded_averages() as record, model_of_update(self.engine, self.tree):
             updates, after = optax.with_extra_args_support(tx).update(grads, state, params, **extra)
         if {id(x) for x in record} - {id(x) for x in jax.tree.leaves(updates)}:
             raise ValueError(

@@ -119,7 +119,10 @@ def abstract_opt_state(layout: Layout, tree: ParamTree, tx: optax.GradientTransf
     shapes = jax.eval_shape(tx.init, logical_shapes(layout, tree))
     arrays = jax.tree_util.tree_leaves_with_path(shapes)
     roles = Roles(
-        tuple(_place(layout, array_name(tree, path), _owner(layout, tree, path), tuple(x.shape)) for path, x in arrays)
+        tuple(
+            place_array(layout, array_name(tree, path), _owner(layout, tree, path), tuple(x.shape))
+            for path, x in arrays
+        )
     )
     names = collections.Counter(role.name for role in roles.arrays)
     if twice := [name for name, count in names.items() if count > 1]:
@@ -146,7 +149,7 @@ def array_name(tree: ParamTree, path: KeyPath) -> str:
 
 def place(layout: Layout, roles: Roles) -> Roles:
     """Return the roles of the same optimizer in another layout of the same model."""
-    return Roles(tuple(_place(layout, role.name, role.leaf, role.shape) for role in roles.arrays))
+    return Roles(tuple(place_array(layout, role.name, role.leaf, role.shape) for role in roles.arrays))
 
 
 def dotted(path: tuple[Any, ...]) -> str:
@@ -166,7 +169,7 @@ def _key_name(key: Any) -> str:
     return str(key)
 
 
-def _place(layout: Layout, name: str, owner: str | None, shape: tuple[int, ...]) -> Role:
+def place_array(layout: Layout, name: str, owner: str | None, shape: tuple[int, ...]) -> Role:
     """Return the role of one array.
 
     A parameter-shaped array is sharded as the `opt` stage of its leaf, including padding, because the update reads

@@ -1,0 +1,594 @@
+"""Updates that need whole matrices, such as Muon's: every matrix is updated on one device.
+
+[Note: where an update is computed]
+An update is a program on arrays that are split over devices. Operations by element, and reductions to small arrays, run
+on the split arrays. Others (products, transpositions, decompositions) need whole matrices. An array that is used in
+both forms is moved by an all-to-all. The choice of a form for each operation is a minimum cut of the update's trace:
+gradients, states and updates are split, products are not, and every moved array costs its bytes. For Muon two arrays
+of each matrix are moved: the momentum before the first product, and the update after the last.
+
+Layers of a stack, and leaves of equal shapes, are matrices of one batch. A second trace, with stacks of one layer,
+shows whether an update treats layers separately: an operation mixes layers if an operand grows with the number of
+layers and its result does not. Then the whole stack is one matrix.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import PartitionSpec
+from scipy.sparse import csr_matrix
+from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
+from jfsdp.arguments import checked
+from jfsdp.compat import core
+from jfsdp.engine.dataflow import inner_jaxprs, is_literal
+from jfsdp.engine.driver.program import eval_eqn, inline_jits, is_jit, only, read
+from jfsdp.engine.engine import SCOPE, Engine, pad_leaf
+from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.select import Selectors, select_leaves
+from jfsdp.modules.model import ParamTree
+from jfsdp.train.update.roles import Kind, Role, place_array
+
+_MODELS: list[tuple[Engine, ParamTree]] = []
+
+
+@contextlib.contextmanager
+def model_of_update(engine: Engine, tree: ParamTree) -> Iterator[None]:
+    """Tell `by_matrix` which model an optimizer updates, while the update is traced."""
+    _MODELS.append((engine, tree))
+    try:
+        yield
+    finally:
+        _MODELS.pop()
+
+
+@checked
+def by_matrix(tx: optax.GradientTransformation, matrices: Selectors = None) -> optax.GradientTransformationExtraArgs:
+    """Compute the operations of an update that need whole matrices on one device for each matrix.
+
+    Updates and states are those of `tx`. Without it, XLA gathers whole stacks of matrices on every device for
+    optimizers such as Muon. Outside of a sharded model this is `tx`.
+
+    Layout:  states as those of `tx`. Arrays that operations on whole matrices read: [L, m, n/N] -> [L/N, m, n] -> back.
+             If devices outnumber matrices, several devices compute the same one, or some none: whichever sends less.
+    Cost:    for Muon two all-to-alls of each matrix, which send 2 (N-1)/N of its shard.
+    Memory:  the whole matrices of a device, and the temporaries of their updates.
+
+    Args:
+      tx: any transformation. Parameters may depend on each other only through reductions, such as a global norm.
+      matrices: the parameters that are moved: path globs, classes of variables, or predicates, as for `frozen=`. None:
+        all whose update needs whole matrices.
+
+    Raises:
+      ValueError: in the update, for a selector that matches no parameter, or one whose update needs no whole matrix.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        run = optax.with_extra_args_support(tx).update
+        if not _MODELS:
+            return run(updates, state, params, **extra)
+        return _run_by_matrix(*_MODELS[-1], matrices, lambda given: run(*given, **extra), (updates, state, params))
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def _run_by_matrix(
+    engine: Engine, tree: ParamTree, selectors: Selectors, update: Callable[[Any], Any], given: Any
+) -> Any:
+    pairs, structure = jax.tree_util.tree_flatten_with_path(given)
+    values, after = [x for _, x in pairs], []
+
+    def flat(*values: Any) -> list[Any]:
+        results, result_structure = jax.tree.flatten(update(structure.unflatten(values)))
+        after[:] = [result_structure]
+        return results
+
+    names = [tree.find(path)[1] or "" for path, _ in pairs]
+    split = {x.path: x for x in engine.layout.leaves if x.path in names and x.trainable and _is_split(engine, x)}
+    leaves = [split.get(name) for name in names]
+    trace = _Trace(flat, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values], leaves)
+    labels = _label(engine, trace)
+    if selectors is not None:
+        labels = _select(engine, selectors, labels)
+    results = _Run(engine, trace, labels, _trace_one_layer(flat, values, leaves)).run(values)
+    return after[0].unflatten(results)
+
+
+def _is_split(engine: Engine, leaf: Leaf) -> bool:
+    return bool(_Form(engine, leaf, leaf.shape, leaf.stacked).splits)
+
+
+class _Trace:
+    """The trace of an update, with the leaves that its values depend on."""
+
+    def __init__(self, flat: Callable[..., list[Any]], shapes: Sequence[Any], leaves: Sequence[Leaf | None]):
+        closed = inline_jits(jax.make_jaxpr(flat)(*shapes), is_jit)
+        self.jaxpr, self.consts = closed.jaxpr, closed.consts
+        self.leaves: dict[Any, tuple[Leaf, ...]] = {}
+        self.readers: dict[Any, list[int | None]] = {}  # None: a result
+        self.made_by: dict[Any, int] = {}
+        for var, leaf in zip(self.jaxpr.invars, leaves, strict=True):
+            self.leaves[var] = (leaf,) if leaf else ()
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            atoms = [atom for atom in eqn.invars if not is_literal(atom)]
+            found = tuple(dict.fromkeys(leaf for atom in atoms for leaf in self.leaves.get(atom, ())))
+            for var in eqn.outvars:
+                self.leaves[var], self.made_by[var] = found, i
+            for atom in atoms:
+                self.readers.setdefault(atom, []).append(i)
+        for atom in self.jaxpr.outvars:
+            if not is_literal(atom):
+                self.readers.setdefault(atom, []).append(None)
+
+    def of_leaf(self) -> dict[Leaf, list[int]]:
+        """Return the operations that depend on one leaf only, by leaf."""
+        found: dict[Leaf, list[int]] = {}
+        for i, eqn in enumerate(self.jaxpr.eqns):
+            for leaf in self.leaves[eqn.outvars[0]] if len(self.leaves[eqn.outvars[0]]) == 1 else ():
+                found.setdefault(leaf, []).append(i)
+        return found
+
+
+# ---- which operations run on whole matrices
+
+
+def _label(engine: Engine, trace: _Trace) -> dict[Leaf, set[int]]:
+    """Return the operations that run on whole matrices, by leaf."""
+    found = {}
+    for leaf, eqns in trace.of_leaf().items():
+        costs = {i: _split_cost(trace.jaxpr.eqns[i]) for i in eqns}
+        if math.inf in costs.values():
+            found[leaf] = _cheapest(engine, leaf, trace, costs)
+    return found
+
+
+def _split_cost(eqn: Any) -> float:
+    """Return the bytes that an operation on split arrays sends; infinite if it needs whole matrices."""
+    name, out = eqn.primitive.name, eqn.outvars[0].aval
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    if max(map(math.prod, shapes), default=1) <= 1 or name == "broadcast_in_dim" or _is_elementwise(eqn):
+        return 0
+    if name in ("reshape", "squeeze", "expand_dims"):  # only dims of size 1 come or go
+        dims = [[size for size in shape if size != 1] for shape in (shapes[0], out.shape)]
+        return 0 if dims[0] == dims[1] else math.inf
+    return 2 * _num_bytes(eqn.outvars[0]) if name.startswith(("reduce_", "arg")) else math.inf
+
+
+def _is_elementwise(eqn: Any) -> bool:
+    """Tell whether an operation works by element: it accepts scalars in place of arrays of one shape."""
+    shape = eqn.outvars[0].aval.shape
+    if any(atom.aval.shape not in (shape, ()) for atom in (*eqn.invars, *eqn.outvars)):
+        return False
+    scalars = [jax.ShapeDtypeStruct((), atom.aval.dtype) for atom in eqn.invars]
+    try:
+        found = jax.eval_shape(lambda *values: eqn.primitive.bind(*values, **eqn.params), *scalars)
+    except (TypeError, ValueError, IndexError, AssertionError, NotImplementedError):
+        return False
+    return all(x.shape == () for x in jax.tree.leaves(found))
+
+
+def _num_bytes(var: Any) -> int:
+    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
+
+
+def _cheapest(engine: Engine, leaf: Leaf, trace: _Trace, costs: Mapping[int, float]) -> set[int]:
+    """Choose the operations of a leaf that run on whole matrices, so that the fewest bytes are moved: a minimum cut."""
+    source, sink, infinite = 0, 1, 2**30
+    node = {i: place for place, i in enumerate(costs, start=2)}
+    edges: dict[tuple[int, int], float] = {(node[i], sink): cost for i, cost in costs.items() if cost}
+    atoms = (atom for i in costs for atom in (*trace.jaxpr.eqns[i].invars, *trace.jaxpr.eqns[i].outvars))
+    count = len(node) + 2
+    for var in dict.fromkeys(x for x in atoms if not is_literal(x) and leaf in trace.leaves.get(x, ())):
+        made = node.get(trace.made_by.get(var, -1), source)
+        readers = [source if i is None else node.get(i, source) for i in trace.readers.get(var, ())]
+        form = _Form(engine, leaf, var.aval.shape, leaf.stacked)
+        size = max(_num_bytes(var), 1) * (1 if form.splits else engine.mesh.size)
+        edges[made, count], edges[count + 1, made] = size, size
+        for reader in readers:
+            edges[count, reader] = edges[reader, count + 1] = math.inf
+        count += 2
+    unit = max(sum(size for size in edges.values() if size < math.inf) / 2**24, 1)
+    capacity = [infinite if size == math.inf else max(round(size / unit), 1) for size in edges.values()]
+    rows, columns = zip(*edges, strict=True)
+    graph = csr_matrix((np.array(capacity, np.int32), (rows, columns)), shape=(count, count))
+    rest = graph - maximum_flow(graph, source, sink).flow
+    rest.data[rest.data < 0] = 0
+    rest.eliminate_zeros()
+    whole = set(breadth_first_order(rest.T.tocsr(), sink, return_predecessors=False).tolist())
+    return {i for i, place in node.items() if place in whole}
+
+
+def _select(engine: Engine, selectors: Selectors, labels: dict[Leaf, set[int]]) -> dict[Leaf, set[int]]:
+    layout = engine.layout
+    shapes = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layout.leaves if x.trainable}
+    selected = select_leaves("by_matrix: matrices=", selectors, shapes, {})
+    found = {leaf.path for leaf in labels}
+    for path, selector in selected.items():
+        leaf = layout.by_path[path]
+        if len(leaf.shape) - leaf.stacked < 2:
+            raise ValueError(
+                f"by_matrix: matrices={selector!r} selects {path} of shape {leaf.shape}, which is not a matrix; select "
+                f"only matrices, such as {', '.join(sorted(found)[:3]) or 'kernels'}"
+            )
+    return {leaf: eqns for leaf, eqns in labels.items() if leaf.path in selected}
+
+
+# ---- one layer
+
+
+def _trace_one_layer(flat: Callable[..., list[Any]], values: Sequence[Any], leaves: Sequence[Leaf | None]) -> Any:
+    """Trace the update with stacks of one layer; None if it fails."""
+    shapes = [jax.ShapeDtypeStruct(_one_layer(x.shape, leaf), x.dtype) for x, leaf in zip(values, leaves, strict=True)]
+    try:
+        return _Trace(flat, shapes, leaves)
+    except (TypeError, ValueError):
+        return None
+
+
+def _one_layer(shape: tuple[int, ...], leaf: Leaf | None) -> tuple[int, ...]:
+    num = leaf.stacked if leaf and shape[: leaf.stacked] == leaf.shape[: leaf.stacked] else 0
+    return (*[1] * num, *shape[num:])
+
+
+def _pair_up(trace: _Trace, other: _Trace | None) -> dict[Any, Any] | None:
+    """Return the variables of the other trace by those of a trace, if both have the same operations."""
+    if other is None or len(trace.jaxpr.eqns) != len(other.jaxpr.eqns):
+        return None
+    heads = [(*x.jaxpr.constvars, *x.jaxpr.invars) for x in (trace, other)]
+    if len(heads[0]) != len(heads[1]):
+        return None
+    twins = dict(zip(*heads, strict=True))
+    for a, b in zip(trace.jaxpr.eqns, other.jaxpr.eqns, strict=True):
+        if a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars):
+            return None
+        for x, y in zip(a.invars, b.invars, strict=True):
+            if is_literal(x) != is_literal(y) or (x.val != y.val if is_literal(x) else twins.get(x) is not y):
+                return None
+        twins.update(zip(a.outvars, b.outvars, strict=True))
+    return twins
+
+
+_ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "split")
+
+
+def _keeps_layers(pairs: Iterator[tuple[Any, Any]], num_layers: int) -> bool:
+    """Tell whether operations, each with its twin for one layer, treat layers separately."""
+    for a, b in pairs:
+        inner = list(zip(inner_jaxprs(a), inner_jaxprs(b), strict=True))
+        if inner and (a.primitive.name in ("scan", "while", "cond") or "call" in a.primitive.name):
+            if not all(_keeps_layers(zip(x.eqns, y.eqns, strict=True), num_layers) for x, y in inner):
+                return False
+            continue
+        sizes = [
+            [math.prod(x.aval.shape) / max(math.prod(y.aval.shape), 1) for x, y in zip(*atoms, strict=True)]
+            for atoms in ((a.invars, b.invars), (a.outvars, b.outvars))
+        ]
+        if {*sizes[0], *sizes[1]} - {1, num_layers} or (num_layers > 1 and a.primitive.name in _ALONG):
+            return False
+        if num_layers in sizes[0] and num_layers > 1 and 1 in sizes[1]:
+            return False
+    return True
+
+
+# ---- moves
+
+
+class _Form:
+    """An array of a leaf while it is split: shape and splits of its matrices."""
+
+    def __init__(self, engine: Engine, leaf: Leaf, shape: tuple[int, ...], layers: int):
+        self.role: Role = place_array(engine.layout, "", leaf.path, shape)
+        self.leaf, self.layers = leaf, layers if shape[:layers] == leaf.shape[:layers] else 0
+        self.is_padded = self.role.kind is Kind.PARAMETER and self.role.padding > 0
+        self.spec = engine.layout.named_sharding(engine.mesh, self.role.spec).spec
+        self.shape = shape[self.layers :]
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in (*self.spec, *[None] * len(shape))]
+        self.batch_axes = tuple(axis for axes in entries[: self.layers] for axis in axes if axis)
+        axes_of = [tuple(axis for axis in axes if axis) for axes in entries[self.layers : len(shape)]]
+        sizes = {axis: engine.mesh.shape[axis] for axes in axes_of for axis in axes}
+        self.splits = {
+            axes: (dim, math.prod(sizes[axis] for axis in axes))
+            for dim, axes in enumerate(axes_of)
+            if math.prod(sizes[axis] for axis in axes) > 1
+        }
+
+    @property
+    def key(self) -> Any:
+        return self.shape, bool(self.layers), tuple(self.splits.items()), self.batch_axes, self.role.padding
+
+    def stored(self, engine: Engine, value: jax.Array) -> jax.Array:
+        """Pad a logical array."""
+        if not self.is_padded:
+            return value
+        value = engine.constrain({self.leaf.path: value}, "opt")[self.leaf.path]
+        return engine.constrain({self.leaf.path: pad_leaf(value, self.leaf)}, "opt")[self.leaf.path]
+
+    def logical(self, engine: Engine, value: jax.Array) -> jax.Array:
+        """Remove the padding of an array."""
+        if not self.is_padded:
+            return value
+        dim = self.role.dim or 0
+        value = jax.lax.slice_in_dim(value, 0, self.role.shape[dim], axis=dim)
+        return engine.constrain({self.leaf.path: value}, "opt")[self.leaf.path]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Exchange of parts of matrices over some mesh axes: `owners` groups of devices with different matrices."""
+
+    axes: tuple[str, ...]
+    size: int
+    owners: int
+    num: int
+
+    @classmethod
+    def cheapest(cls, axes: tuple[str, ...], size: int, num: int) -> _Step:
+        """Choose the number of owners that sends the fewest bytes there and back, for `num` matrices."""
+        shares = [share for share in range(1, size + 1) if size % share == 0 and (share == 1 or len(axes) == 1)]
+
+        def cost(share: int) -> float:
+            owners = size // share
+            return math.ceil(num / owners) * owners * (2 * (owners - 1) / owners + share - 1)
+
+        return cls(axes, size, size // min(shares, key=lambda share: (cost(share), share)), num)
+
+    @property
+    def share(self) -> int:
+        return self.size // self.owners
+
+    @property
+    def num_each(self) -> int:
+        """The number of matrices of an owner, including padding."""
+        return math.ceil(self.num / self.owners)
+
+    @property
+    def groups(self) -> tuple[Any, Any]:
+        """The devices that exchange parts, and those that have the same matrices."""
+        places = np.arange(self.size).reshape(self.owners, self.share)
+        return (None, None) if self.share == 1 else (places.T.tolist(), places.tolist())
+
+    @property
+    def _index(self) -> Any:
+        return jax.lax.axis_index(self.axes)
+
+    def to_whole(self, x: jax.Array, dim: int | None) -> jax.Array:
+        """Bring [num ... d/size ...] to [num_each ... d ...]; `dim` is d, None if it is not split."""
+        x = jnp.pad(x, [(0, self.num_each * self.owners - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
+        if dim is None:
+            return jax.lax.dynamic_slice_in_dim(x, self._index // self.share * self.num_each, self.num_each)
+        size, (others, same) = x.shape[dim], self.groups
+        if self.owners > 1:
+            x = jax.lax.all_to_all(x, self.axes, 0, dim, axis_index_groups=others, tiled=True)
+        if self.share > 1:  # the owner's part of d consists of blocks of all its devices
+            parts = x.reshape(*x.shape[:dim], self.owners, size, *x.shape[dim + 1 :])
+            groups = same if self.owners > 1 else None
+            parts = jax.lax.all_gather(parts, self.axes, axis=dim + 1, axis_index_groups=groups, tiled=False)
+            x = parts.reshape(*x.shape[:dim], self.size * size, *x.shape[dim + 1 :])
+        return x
+
+    def to_split(self, x: jax.Array, dim: int | None) -> jax.Array:
+        """Bring [num_each ... d ...] back to [num ... d/size ...]."""
+        others, _ = self.groups
+        if dim is None:
+            x = jax.lax.all_gather(x, self.axes, axis=0, axis_index_groups=others, tiled=True) if self.owners > 1 else x
+            return x[: self.num]
+        if self.share > 1:
+            size = x.shape[dim] // self.size
+            parts = x.reshape(*x.shape[:dim], self.owners, self.share, size, *x.shape[dim + 1 :])
+            parts = jax.lax.dynamic_index_in_dim(parts, self._index % self.share, dim + 1, keepdims=False)
+            x = parts.reshape(*x.shape[:dim], self.owners * size, *x.shape[dim + 1 :])
+        if self.owners > 1:
+            x = jax.lax.all_to_all(x, self.axes, dim, 0, axis_index_groups=others, tiled=True)
+        return x[: self.num]
+
+
+# ---- the update
+
+
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """Operations on the whole matrices of one leaf.
+
+    Attributes:
+      leaf: the leaf.
+      layers: the number of leading layer dims that are a batch; the operations are traced for one layer.
+      jaxpr: the operations, from `moved` and `shared` to `results`.
+      moved, shared, results: variables of the update's trace: arrays of the leaf, other arrays, and results.
+    """
+
+    leaf: Leaf
+    layers: int
+    jaxpr: Any
+    moved: tuple[Any, ...]
+    shared: tuple[Any, ...]
+    results: tuple[Any, ...]
+
+    def forms(self, engine: Engine, variables: Sequence[Any]) -> list[_Form]:
+        return [_Form(engine, self.leaf, var.aval.shape, self.layers) for var in variables]
+
+    def key(self, engine: Engine) -> Any:
+        """Parts of equal keys are computed as one batch."""
+        forms = self.forms(engine, (*self.moved, *self.results))
+        return str(self.jaxpr), self.shared, tuple(form.key for form in forms)
+
+
+class _Run:
+    """Runs the trace of an update, in which some operations run on whole matrices."""
+
+    def __init__(self, engine: Engine, trace: _Trace, labels: Mapping[Leaf, set[int]], one: _Trace | None):
+        self.engine, self.trace = engine, trace
+        self.owner = {i: leaf for leaf, eqns in labels.items() for i in eqns}
+        twins = _pair_up(trace, one)
+        self.one, self.twins = (one, twins) if one and twins else (trace, None)
+        self.stage = self._stages()
+
+    def _stages(self) -> list[int]:
+        """Number the operations: one on whole matrices comes after all on split arrays with a smaller number."""
+        stages: list[int] = []
+        for i, eqn in enumerate(self.trace.jaxpr.eqns):
+            before = [self.trace.made_by[x] for x in eqn.invars if not is_literal(x) and x in self.trace.made_by]
+            is_whole = i in self.owner
+            stages.append(max([int(is_whole), *(stages[j] + (is_whole and j not in self.owner) for j in before)]))
+        return stages
+
+    def run(self, values: Sequence[Any]) -> list[Any]:
+        jaxpr = self.trace.jaxpr
+        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*self.trace.consts, *values], strict=True))
+        for stage in range(max(self.stage, default=0) + 1):
+            for parts in self._batches(stage):
+                with jax.named_scope(f"{SCOPE}.matrices.{parts[0].leaf.path}"):
+                    env |= self._run_batch(parts, env)
+            for i, eqn in enumerate(jaxpr.eqns):
+                if self.stage[i] == stage and i not in self.owner:
+                    found = eval_eqn(jaxpr, eqn, [read(env, atom) for atom in eqn.invars])
+                    env.update(zip(eqn.outvars, found, strict=True))
+        return [read(env, atom) for atom in jaxpr.outvars]
+
+    def _batches(self, stage: int) -> list[list[_Part]]:
+        by_leaf: dict[Leaf, list[int]] = {}
+        for i, leaf in sorted(self.owner.items()):
+            if self.stage[i] == stage:
+                by_leaf.setdefault(leaf, []).append(i)
+        batches: dict[Any, list[_Part]] = {}
+        for leaf, eqns in by_leaf.items():
+            part = self._part(leaf, eqns)
+            batches.setdefault(part.key(self.engine), []).append(part)
+        return list(batches.values())
+
+    def _part(self, leaf: Leaf, indices: list[int]) -> _Part:
+        eqns, inside = [self.trace.jaxpr.eqns[i] for i in indices], set(indices)
+        made = [var for eqn in eqns for var in eqn.outvars]
+        atoms = dict.fromkeys(x for eqn in eqns for x in eqn.invars if not is_literal(x) and x not in made)
+        moved = tuple(x for x in atoms if self.trace.leaves.get(x))
+        shared = tuple(x for x in atoms if x not in moved)
+        results = tuple(x for x in made if set(self.trace.readers.get(x, ())) - inside)
+        if leaf.stacked and (part := self._part_of_layers(leaf, indices, moved, shared, results)):
+            return part
+        return _Part(leaf, 0, only(self.trace.jaxpr, eqns, [*moved, *shared], results), moved, shared, results)
+
+    def _part_of_layers(
+        self, leaf: Leaf, indices: list[int], moved: Sequence[Any], shared: Sequence[Any], results: Sequence[Any]
+    ) -> _Part | None:
+        """Return a part with layers as a batch; None if an operation mixes layers."""
+        if self.twins is None:
+            return None
+        eqns, twins = ([jaxpr.eqns[i] for i in indices] for jaxpr in (self.trace.jaxpr, self.one.jaxpr))
+        if not _keeps_layers(zip(eqns, twins, strict=True), math.prod(leaf.shape[: leaf.stacked])):
+            return None
+        for var in (*moved, *results):
+            if self.twins[var].aval.shape != _one_layer(var.aval.shape, leaf):
+                return None
+        made_again: list[int] = []
+        needed, common = list(shared), []
+        while needed:  # arrays of other shapes for one layer: made again from scalars
+            var = needed.pop()
+            if self.twins[var].aval.shape == var.aval.shape:
+                common.append(var)
+                continue
+            i = self.trace.made_by.get(var)
+            eqn = None if i is None else self.trace.jaxpr.eqns[i]
+            if eqn is None or not (eqn.primitive.name == "broadcast_in_dim" or _is_elementwise(eqn)):
+                return None
+            made_again.append(i)
+            needed += [x for x in eqn.invars if not is_literal(x)]
+        common = tuple(dict.fromkeys(common))
+        all_eqns = [self.one.jaxpr.eqns[i] for i in sorted({*made_again, *indices})]
+        given, wanted = ([self.twins[x] for x in some] for some in ((*moved, *common), results))
+        return _Part(leaf, leaf.stacked, only(self.one.jaxpr, all_eqns, given, wanted), moved, common, results)
+
+    def _run_batch(self, parts: Sequence[_Part], env: Mapping[Any, Any]) -> dict[Any, Any]:
+        """Run parts of equal keys on whole matrices; return their results by variable."""
+        forms_in = [part.forms(self.engine, part.moved) for part in parts]
+        forms_out = [part.forms(self.engine, part.results) for part in parts]
+        stored = [
+            [form.stored(self.engine, env[var]) for form, var in zip(forms, part.moved, strict=True)]
+            for forms, part in zip(forms_in, parts, strict=True)
+        ]
+        specs_in, specs_out = ([[form.spec for form in forms] for forms in some] for some in (forms_in, forms_out))
+        shared = [env[var] for var in parts[0].shared]
+
+        def on_device(stored: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
+            return _on_device(parts[0], forms_in[0], forms_out[0], stored, shared)
+
+        found = jax.shard_map(
+            on_device,
+            mesh=self.engine.mesh,
+            in_specs=(specs_in, [PartitionSpec()] * len(shared)),
+            out_specs=specs_out,
+            check_vma=False,
+        )(stored, shared)
+        return {
+            var: form.logical(self.engine, value)
+            for part, forms, values in zip(parts, forms_out, found, strict=True)
+            for var, form, value in zip(part.results, forms, values, strict=True)
+        }
+
+
+def _on_device(
+    part: _Part, forms_in: list[_Form], forms_out: list[_Form], stored: list[list[jax.Array]], shared: list[jax.Array]
+) -> list[list[jax.Array]]:
+    """Compute a batch on one device.
+
+    Args:
+      part: the first part of the batch.
+      stored: by part and variable, the device's shards [L ... m n/N].
+    """
+    lead = max(range(len(forms_in)), key=lambda i: (forms_in[i].role.kind is Kind.PARAMETER, len(forms_in[i].splits)))
+    heads = [values[lead].shape[: forms_in[lead].layers] for values in stored]
+    nums = [math.prod(head) for head in heads]
+    steps: list[_Step] = []
+    for axes, (_, size) in forms_in[lead].splits.items():
+        steps.append(_Step.cheapest(axes, size, steps[-1].num_each if steps else sum(nums)))
+    whole = []
+    for i, form in enumerate(forms_in):
+        rows = [x[i].reshape(-1 if form.layers else 1, *x[i].shape[form.layers :]) for x in stored]
+        rows = [jnp.broadcast_to(x, (num, *x.shape[1:])) for x, num in zip(rows, nums, strict=True)]
+        whole.append(_to_whole(jnp.concatenate(rows), form, steps))
+
+    def compute(*values: jax.Array) -> list[jax.Array]:
+        given = [x.reshape(*[1] * form.layers, *form.shape) for x, form in zip(values, forms_in, strict=True)]
+        results = core.eval_jaxpr(part.jaxpr, (), *given, *shared)
+        return [x.reshape(form.shape) for x, form in zip(results, forms_out, strict=True)]
+
+    results = [_to_split(x, form, steps) for x, form in zip(jax.vmap(compute)(*whole), forms_out, strict=True)]
+    starts = np.cumsum([0, *nums]).tolist()
+    return [
+        [
+            x[start : start + num].reshape(*(head if form.layers else ()), *x.shape[1:])
+            for x, form in zip(results, forms_out, strict=True)
+        ]
+        for start, num, head in zip(starts, nums, heads, strict=False)
+    ]
+
+
+def _to_whole(x: jax.Array, form: _Form, steps: Sequence[_Step]) -> jax.Array:
+    """Bring the shards of all matrices [K ... n/N] to the device's whole matrices [K/N ... n]."""
+    for axes, (dim, _) in form.splits.items():
+        if axes not in [step.axes for step in steps]:
+            x = jax.lax.all_gather(x, axes, axis=dim + 1, tiled=True)
+    for step in steps:
+        x = step.to_whole(x, form.splits[step.axes][0] + 1 if step.axes in form.splits else None)
+    return x[(slice(None), *map(slice, form.shape))]
+
+
+def _to_split(x: jax.Array, form: _Form, steps: Sequence[_Step]) -> jax.Array:
+    """Undo `_to_whole`."""
+    if form.is_padded:
+        dim = (form.role.dim or 0) - form.layers + 1
+        x = jnp.pad(x, [(0, form.role.padding if i == dim else 0) for i in range(x.ndim)])
+    for step in reversed(steps):
+        x = step.to_split(x, form.splits[step.axes][0] + 1 if step.axes in form.splits else None)
+    for axes, (dim, size) in form.splits.items():
+        if axes not in [step.axes for step in steps]:
+            num = x.shape[dim + 1] // size
+            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * num, num, axis=dim + 1)
+    return x
