@@ -4,9 +4,9 @@
 The manual program executes this list for every scheduled call. Theory, ledger and audit count its bytes. A gradient is
 summed over every data axis once. (The derivative of a call outside the schedule sums over the same axes in two steps;
 see `finish_in_place`.) Only program `manual` can defer axes until after the last microbatch (`deferred_axes`). The
-expected movements of `xla` are the same list with each sum over all axes at once. Two movements are not in the list,
-since XLA derives them from what the user states: movements of an optimizer whose update mixes the elements of a leaf,
-and activations.
+expected movements of `xla` are the same list with each sum over all axes at once. The movements of whole matrices
+(`jfsdp.optim.by_matrix`) come from the optimizer. Two movements are not in the list, since XLA derives them from what
+the user states: those of other optimizers whose update mixes the elements of a leaf, and activations.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.precision import item_bytes
 
-GATHER, SCATTER, REDUCE = "all-gather", "reduce-scatter", "all-reduce"
+GATHER, SCATTER, REDUCE, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
+
+MATRICES = "matrices"  # the scope of operations on whole matrices, followed by their first leaf
 
 # When a leaf moves: before the first microbatch; around each call of its unit; after the last; in the update.
 STEP, FORWARD, BACKWARD, CALL, LAST, UPDATE = "step", "forward", "backward", "call", "last", "update"
@@ -42,6 +44,7 @@ class Move:
       pieces: the gathered (or not yet summed) array is one of this many pieces of the leaf.
       times: how often it runs per step; a fraction if the layers of a stack do not all move as often.
       stage: the stage that a gather reads.
+      is_of_matrices: whether it moves whole matrices in the update; `leaf` is the first of a batch of equal leaves.
     """
 
     leaf: Leaf
@@ -53,6 +56,7 @@ class Move:
     pieces: int = 1
     times: int | Fraction = 1
     stage: str = ""
+    is_of_matrices: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -73,7 +77,7 @@ def wire_bytes(kind: str, full_bytes: float, group_size: int) -> float:
     all-gather), other collectives all of it.
     """
     share = (group_size - 1) / group_size if group_size else 0.0
-    if kind in (GATHER, SCATTER, "all-to-all", "ragged-all-to-all"):
+    if kind in (GATHER, SCATTER, ALL_TO_ALL, "ragged-all-to-all"):
         return full_bytes * share
     return 2 * full_bytes * share if kind == REDUCE else float(full_bytes) * (group_size > 1)
 
@@ -107,6 +111,7 @@ def movements(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = 
             count = staged[leaf.unit].get(move.when, 1) if leaf.is_staged else times
             found.append(move if move.when == LAST else dataclasses.replace(move, times=count))
     found += [move for leaf in layout.leaves if leaf.trainable for move in _updates(layout, leaf)]
+    found += spec.update_moves
     return tuple(move for move in found if move.wire_bytes)
 
 

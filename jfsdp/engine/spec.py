@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.pipeline.schedule import Passes, Schedule
@@ -24,6 +25,7 @@ class StepSpec:
       schedule: the pipeline's schedule; None without a pipeline.
       passes: how often the pipeline's stages run through their layers.
       auto_axes: the mesh axes over which the model states shardings: left to XLA.
+      update_moves: the movements (`Move`) of the optimizer.
       adds_up: whether the loss of all rows is the sum of the microbatches' losses.
     """
 
@@ -36,4 +38,5 @@ class StepSpec:
     schedule: Schedule | None = None
     passes: Passes | None = None
     auto_axes: tuple[str, ...] = ()
+    update_moves: tuple[Any, ...] = ()
     adds_up: bool = True

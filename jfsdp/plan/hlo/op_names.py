@@ -6,8 +6,8 @@ import re
 from collections.abc import Container
 
 # The scopes of `engine.engine.scoped`, each with a unit ("root" for the root unit), and the scope of the step's update,
-# without one. XLA joins the names of several operations with a colon.
-_SCOPE = re.compile(r"jfsdp\.(gather|regather|keep|reduce|update)(?:\.([^/():]+))?")
+# without one; the movements of whole matrices have the name of their first leaf. XLA joins names with a colon.
+_SCOPE = re.compile(r"jfsdp\.(gather|regather|keep|reduce|update|matrices)(?:\.([^/():]+))?")
 
 
 def find_scopes(op_name: str) -> list[tuple[str, str]]:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jfsdp.engine.movements import GATHER, REDUCE, SCATTER, Move, wire_bytes
+from jfsdp.engine.movements import GATHER, MATRICES, REDUCE, SCATTER, Move, wire_bytes
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf, cut_sizes
 from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
@@ -92,7 +92,8 @@ class Attribution:
         for shape, name in zip(item.parts, names, strict=True):
             units = [self.unit_of.get(unit, unit) for _, unit in find_scopes(name) if unit]
             sent = item.count * wire_bytes(item.kind, shape.num_bytes, item.group_size)
-            path = self._find(item, shape.dims, units, taken)
+            matrices = [leaf for verb, leaf in find_scopes(name) if verb == MATRICES]
+            path = matrices[0] if matrices else self._find(item, shape.dims, units, taken)
             if path is None:
                 unknown_bytes += sent
                 continue

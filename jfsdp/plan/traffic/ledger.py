@@ -4,8 +4,8 @@
 Theory is the list of movements (engine/movements.py), in bytes that each device sends per step, in the dtype that is
 sent. Padding is included and shown separately. The backward of a resharded unit is assumed to gather all of its leaves
 again, although XLA drops gathers that no derivative reads (such as an embedding table). Theory excludes communication
-that does not follow from a layout: of optimizers whose update mixes the elements of a leaf (Muon, factored moments),
-and of activations, which follow from the step's trace (activations.py).
+that does not follow from a layout: of optimizers whose update mixes the elements of a leaf (factored moments, Muon
+without `by_matrix`), and of activations, which follow from the step's trace (activations.py).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jfsdp.engine.movements import REDUCE, SCATTER, Move, deferred_axes, movements
+from jfsdp.engine.movements import MATRICES, REDUCE, SCATTER, Move, deferred_axes, movements
 from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import PERMUTE, SCALARS_BYTES, Collective
+from jfsdp.plan.hlo.op_names import find_scopes
 from jfsdp.plan.hlo.parse import hlo_dtype
 from jfsdp.plan.traffic.activations import Activations, find_activations
 from jfsdp.plan.traffic.attribution import Attribution, Part, group_axes, is_over_model_axes
@@ -28,7 +29,7 @@ from jfsdp.train.step.step import Trace
 
 OWN = "the model's own"
 _SHOWN = ("kind", "name", "dtype", "group_size", "count", "total_bytes", "op_name", "source")
-WHATS = ("parameters", "gradients", "replicated", "padding", "scalars", OWN)
+WHATS = ("parameters", "gradients", "replicated", "updates", "padding", "scalars", OWN)
 
 
 @dataclasses.dataclass(eq=False)
@@ -37,8 +38,8 @@ class Row:
 
     Attributes:
       unit: the unit's name; "" is the root.
-      what: one of WHATS. "replicated": gradients of leaves that could not be sharded as the strategy says. OWN:
-        collectives over the model axes, which belong to no unit.
+      what: one of WHATS. "replicated": gradients of leaves that could not be sharded as the strategy says. "updates":
+        whole matrices in the update. OWN: collectives over the model axes, which belong to no unit.
       kind, dtype, axes, group_size: of the collective; `axes` is empty if the groups follow no mesh axis.
       measured_bytes, expected_bytes: sent per device and step.
       count: collectives per step with some of these bytes.
@@ -191,7 +192,7 @@ class _Rows:
     def expect(self, move: Move) -> None:
         """Add a movement of theory."""
         key = move.kind, hlo_dtype(move.dtype), move.axes, move.group_size
-        for row, size in self._split(move.leaf, key, move.wire_bytes, move.leaf.padding_share):
+        for row, size in self._split(move.leaf, key, move.wire_bytes, move.leaf.padding_share, move.is_of_matrices):
             row.expected_bytes += size
 
     def measure(self, item: Collective, parts: Sequence[Part]) -> None:
@@ -203,9 +204,10 @@ class _Rows:
             leaf = self.layout.by_path[part.path] if part.path else None
             # XLA also reduces arrays of the logical shape, and pads the sum.
             is_padded = leaf is not None and not part.elements % math.prod(leaf.cut_shape[leaf.stacked :])
-            padding_share = leaf.padding_share if leaf is not None and is_padded else 0.0
+            is_of_matrices = any(verb == MATRICES for verb, _ in find_scopes(part.op_name))
+            padding_share = leaf.padding_share if leaf is not None and is_padded and not is_of_matrices else 0.0
             key = item.kind, part.dtype, axes, len(group)
-            for row, size in self._split(leaf, key, part.wire_bytes, padding_share):
+            for row, size in self._split(leaf, key, part.wire_bytes, padding_share, is_of_matrices):
                 row.measured_bytes += size
                 row.crosses_nodes = self._crosses(group)
                 touched.add(row)
@@ -225,14 +227,16 @@ class _Rows:
         return None if self.gpus_per_node is None else len({i // self.gpus_per_node for i in group}) > 1
 
     def _split(
-        self, leaf: Leaf | None, key: tuple[Any, ...], size: float, padding_share: float
+        self, leaf: Leaf | None, key: tuple[Any, ...], size: float, padding_share: float, is_of_matrices: bool
     ) -> Iterator[tuple[Row, float]]:
         """Yield the rows of a leaf's bytes and of its padding, with their bytes. `leaf` is None for scalars."""
         if leaf is None:
             yield self.find(ROOT, "scalars", *key), size
             return
         what = "gradients" if key[0] in (SCATTER, REDUCE) else "parameters"
-        if leaf.dim is None and self.layout.num_shards(self.layout.strategy.axes("opt")) > 1:
+        if is_of_matrices:
+            what = "updates"
+        elif leaf.dim is None and self.layout.num_shards(self.layout.strategy.axes("opt")) > 1:
             what = "replicated"
         rows = [(self.find(leaf.unit, what, *key), size * (1 - padding_share))]
         if padding_share:

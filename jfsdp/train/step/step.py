@@ -17,6 +17,7 @@ from jfsdp.arguments import check_call, checked
 from jfsdp.compat import limit_running
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, to_device
+from jfsdp.engine.movements import Move
 from jfsdp.engine.options import compiler_options, naming_options
 from jfsdp.engine.pipeline.schedule import schedule_of
 from jfsdp.engine.spec import StepSpec
@@ -91,6 +92,7 @@ class BatchStep:
         check_needs(self.layout, config)
         schedule_of(self.layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)  # raises if unknown
         config.gathered_units(self.layout)
+        self._update_moves: tuple[Move, ...] = ()
         self._loss_fn, self._shares = loss_fn, row_shares(self.mesh)
         first_checks = [lambda batch: compare_batches(batch, self._shares)] if spans_run(self.mesh) else []
         self._cache = _Cache(first_checks)
@@ -125,7 +127,8 @@ class BatchStep:
     def _resolve(self, batch: Any) -> StepSpec:
         if self._cache.spec is None:
             with model_mesh(self.mesh):
-                self._cache.spec = resolve_step(self.apply, self._loss_fn, self.config, batch)
+                spec = resolve_step(self.apply, self._loss_fn, self.config, batch)
+            self._cache.spec = dataclasses.replace(spec, update_moves=self._update_moves)
             self._cache.batch_shape = checks.batch_shape(batch)
         return self._cache.spec
 
@@ -264,7 +267,7 @@ class TrainStep(BatchStep):
     ):
         super().__init__(apply, loss_fn, config, loss_scale)
         self._optimizer = ShardedOptimizer(apply.engine, apply.model.tree, tx)
-        self._optimizer.check()
+        self._update_moves = self._optimizer.check()
         self._update = Update(self._optimizer, loss_scale, config.skip_nonfinite)
 
     def abstract_state(self) -> TrainState:

@@ -33,20 +33,21 @@ from jfsdp.compat import core
 from jfsdp.engine.dataflow import inner_jaxprs, is_literal
 from jfsdp.engine.driver.program import eval_eqn, inline_jits, is_jit, only, read
 from jfsdp.engine.engine import SCOPE, Engine, pad_leaf
+from jfsdp.engine.movements import ALL_TO_ALL, GATHER, MATRICES, UPDATE, Move
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.select import Selectors, select_leaves
 from jfsdp.modules.model import ParamTree
 from jfsdp.train.update.roles import Kind, Role, place_array
 
-_MODELS: list[tuple[Engine, ParamTree]] = []
+_MODELS: list[tuple[Engine, ParamTree, list[Move]]] = []
 
 
 @contextlib.contextmanager
-def model_of_update(engine: Engine, tree: ParamTree) -> Iterator[None]:
-    """Tell `by_matrix` which model an optimizer updates, while the update is traced."""
-    _MODELS.append((engine, tree))
+def model_of_update(engine: Engine, tree: ParamTree) -> Iterator[list[Move]]:
+    """Tell `by_matrix` which model an optimizer updates, while the update is traced; collect what it moves."""
+    _MODELS.append((engine, tree, _MODELS[-1][2] if _MODELS else []))
     try:
-        yield
+        yield _MODELS[-1][2]
     finally:
         _MODELS.pop()
 
@@ -82,7 +83,12 @@ def by_matrix(tx: optax.GradientTransformation, matrices: Selectors = None) -> o
 
 
 def _run_by_matrix(
-    engine: Engine, tree: ParamTree, selectors: Selectors, update: Callable[[Any], Any], given: Any
+    engine: Engine,
+    tree: ParamTree,
+    moves: list[Move],
+    selectors: Selectors,
+    update: Callable[[Any], Any],
+    given: Any,
 ) -> Any:
     pairs, structure = jax.tree_util.tree_flatten_with_path(given)
     values, after = [x for _, x in pairs], []
@@ -99,7 +105,9 @@ def _run_by_matrix(
     labels = _label(engine, trace)
     if selectors is not None:
         labels = _select(engine, selectors, labels)
-    results = _Run(engine, trace, labels, _trace_one_layer(flat, values, leaves)).run(values)
+    run = _Run(engine, trace, labels, _trace_one_layer(flat, values, leaves))
+    results = run.run(values)
+    moves += run.moves
     return after[0].unflatten(results)
 
 
@@ -430,6 +438,7 @@ class _Run:
         twins = _pair_up(trace, one)
         self.one, self.twins = (one, twins) if one and twins else (trace, None)
         self.stage = self._stages()
+        self.moves: list[Move] = []
 
     def _stages(self) -> list[int]:
         """Number the operations: one on whole matrices comes after all on split arrays with a smaller number."""
@@ -445,7 +454,7 @@ class _Run:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*self.trace.consts, *values], strict=True))
         for stage in range(max(self.stage, default=0) + 1):
             for parts in self._batches(stage):
-                with jax.named_scope(f"{SCOPE}.matrices.{parts[0].leaf.path}"):
+                with jax.named_scope(f"{SCOPE}.{MATRICES}.{parts[0].leaf.path}"):
                     env |= self._run_batch(parts, env)
             for i, eqn in enumerate(jaxpr.eqns):
                 if self.stage[i] == stage and i not in self.owner:
@@ -516,8 +525,18 @@ class _Run:
         specs_in, specs_out = ([[form.spec for form in forms] for forms in some] for some in (forms_in, forms_out))
         shared = [env[var] for var in parts[0].shared]
 
+        lead = max(forms_in[0], key=lambda form: (form.role.kind is Kind.PARAMETER, len(form.splits)))
+        size = math.prod(self.engine.mesh.shape[axis] for axis in lead.batch_axes)
+        nums = [math.prod(part.leaf.shape[: part.layers]) // size for part in parts]
+        steps: list[_Step] = []
+        for axes, (_, size) in lead.splits.items():
+            steps.append(_Step.cheapest(axes, size, steps[-1].num_each if steps else sum(nums)))
+        for forms, variables, is_back in (forms_in[0], parts[0].moved, False), (forms_out[0], parts[0].results, True):
+            for form, var in zip(forms, variables, strict=True):
+                self.moves += _moves(form, jnp.dtype(var.aval.dtype).name, steps, is_back=is_back)
+
         def on_device(stored: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
-            return _on_device(parts[0], forms_in[0], forms_out[0], stored, shared)
+            return _on_device(parts[0], forms_in[0], forms_out[0], steps, nums, stored, shared)
 
         found = jax.shard_map(
             on_device,
@@ -533,21 +552,48 @@ class _Run:
         }
 
 
+def _moves(form: _Form, dtype: str, steps: Sequence[_Step], *, is_back: bool) -> Iterator[Move]:
+    """Yield the movements of a batch's array, as `_to_whole` and `_to_split` run them."""
+    leaf, elements = form.leaf, math.prod(form.shape)
+    if form.is_padded:
+        elements = elements // leaf.shape[leaf.dim or 0] * leaf.stored_shape[leaf.dim or 0]
+    elements //= math.prod(size for _, size in form.splits.values())
+
+    def move(kind: str, axes: tuple[str, ...], num: int, size: int) -> Move:
+        flat = dataclasses.replace(leaf, shape=(num,), stacked=0, dim=0, padding=0, cuts=())
+        return Move(flat, UPDATE, kind, axes, dtype, size, is_of_matrices=True)
+
+    for step in steps:
+        num = step.num_each * step.owners * elements
+        if step.axes in form.splits:
+            yield move(ALL_TO_ALL, step.axes, num, step.owners)
+            elements *= step.size
+            if not is_back:
+                yield move(GATHER, step.axes, num * step.share, step.share)
+        elif is_back:
+            yield move(GATHER, step.axes, num, step.owners)
+    for axes, (_, size) in form.splits.items():
+        if axes not in [step.axes for step in steps] and not is_back:
+            elements *= size
+            yield move(GATHER, axes, steps[0].num * elements, size)
+
+
 def _on_device(
-    part: _Part, forms_in: list[_Form], forms_out: list[_Form], stored: list[list[jax.Array]], shared: list[jax.Array]
+    part: _Part,
+    forms_in: Sequence[_Form],
+    forms_out: Sequence[_Form],
+    steps: Sequence[_Step],
+    nums: Sequence[int],
+    stored: list[list[jax.Array]],
+    shared: list[jax.Array],
 ) -> list[list[jax.Array]]:
     """Compute a batch on one device.
 
     Args:
       part: the first part of the batch.
+      nums: the number of the device's matrices, by part.
       stored: by part and variable, the device's shards [L ... m n/N].
     """
-    lead = max(range(len(forms_in)), key=lambda i: (forms_in[i].role.kind is Kind.PARAMETER, len(forms_in[i].splits)))
-    heads = [values[lead].shape[: forms_in[lead].layers] for values in stored]
-    nums = [math.prod(head) for head in heads]
-    steps: list[_Step] = []
-    for axes, (_, size) in forms_in[lead].splits.items():
-        steps.append(_Step.cheapest(axes, size, steps[-1].num_each if steps else sum(nums)))
     whole = []
     for i, form in enumerate(forms_in):
         rows = [x[i].reshape(-1 if form.layers else 1, *x[i].shape[form.layers :]) for x in stored]
@@ -561,6 +607,7 @@ def _on_device(
 
     results = [_to_split(x, form, steps) for x, form in zip(jax.vmap(compute)(*whole), forms_out, strict=True)]
     starts = np.cumsum([0, *nums]).tolist()
+    heads = [values[0].shape[: part.layers] for values in stored]
     return [
         [
             x[start : start + num].reshape(*(head if form.layers else ()), *x.shape[1:])

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import optax
 
 from jfsdp.engine.engine import Engine, pad_leaf
+from jfsdp.engine.movements import Move
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.leaf import Leaf
 from jfsdp.modules.model import ParamTree
@@ -91,8 +92,8 @@ class ShardedOptimizer:
         padded = {path: self._pad(path, x) for path, x in self.tree.by_name(updates).items()}
         return padded, self.roles.map(self._pad_state, state)
 
-    def check(self, extra: Mapping[str, Any] | None = None) -> None:
-        """Check that a transformation can run in a step, before compilation.
+    def check(self, extra: Mapping[str, Any] | None = None) -> tuple[Move, ...]:
+        """Check that a transformation can run in a step, before compilation; return its movements (`by_matrix`).
 
         Args:
           extra: extra arguments of its update; None: the extra arguments of a training step.
@@ -102,7 +103,9 @@ class ShardedOptimizer:
             returns updates of another tree; names the transformation.
         """
         with _explain_failure():
-            updates, after = self._first_update(self.extra_arguments(1.0) if extra is None else extra)
+            given = self.extra_arguments(1.0) if extra is None else extra
+            with model_of_update(self.engine, self.tree) as moves:
+                updates, after = self._first_update(given)
             self.tree.by_name(updates)
             if jax.tree.structure(after) != jax.tree.structure(self.abstract[0]):
                 raise ValueError(
@@ -111,6 +114,7 @@ class ShardedOptimizer:
             ignored = [name for name in extra or () if self._ignores(name, extra or {})]
         if ignored:
             raise ValueError(f"apply_gradients: this tx does not use {ignored[0]}=; remove it")
+        return tuple(moves)
 
     def _ignores(self, name: str, extra: Mapping[str, Any]) -> bool:
         """Return whether the update is the same program without one of its extra arguments."""
