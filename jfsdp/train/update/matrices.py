@@ -29,12 +29,13 @@ from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jfsdp.arguments import checked
-from jfsdp.compat import core
-from jfsdp.engine.dataflow import inner_jaxprs, is_literal
+from jfsdp.compat import core, warn
+from jfsdp.engine.dataflow import all_eqns, inner_jaxprs, is_literal
 from jfsdp.engine.driver.program import eval_eqn, inline_jits, is_jit, only, read
 from jfsdp.engine.engine import SCOPE, Engine, pad_leaf
-from jfsdp.engine.movements import ALL_TO_ALL, GATHER, MATRICES, UPDATE, Move
+from jfsdp.engine.movements import ALL_TO_ALL, GATHER, MATRICES, UPDATE, Move, wire_bytes
 from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.select import Selectors, select_leaves
 from jfsdp.modules.model import ParamTree
 from jfsdp.train.update.roles import Kind, Role, place_array
@@ -82,6 +83,45 @@ def by_matrix(tx: optax.GradientTransformation, matrices: Selectors = None) -> o
     return optax.GradientTransformationExtraArgs(tx.init, update)
 
 
+_PRODUCTS = {"dot_general", "eigh", "svd", "qr", "cholesky", "triangular_solve", "lu", "householder_product"}
+
+
+def warn_of_products(engine: Engine, tree: ParamTree, closed: Any, shapes: Any) -> None:
+    """Warn of products of split matrices in the trace of an update, outside of `by_matrix`.
+
+    Args:
+      closed: the trace; its inputs have the tree of `shapes`.
+    """
+    is_product = lambda eqn: any(x.primitive.name in _PRODUCTS for x in (eqn, *_inside(eqn)))  # noqa: E731
+    if not any(map(is_product, closed.jaxpr.eqns)):
+        return
+    split = _split_leaves(engine)
+    leaves = [split.get(tree.find(path)[1] or "") for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
+    trace = _Trace(closed, leaves)
+    eqns = {leaf: [trace.jaxpr.eqns[i] for i in some] for leaf, some in trace.of_leaf().items()}
+    found = [x for x, some in eqns.items() if any(e.primitive.name != "shard_map" and is_product(e) for e in some)]
+    if not found:
+        return
+    parts = [engine.layout.num_parts(leaf.stage("opt")) for leaf in found]
+    sizes = [math.prod(leaf.cut_shape) * item_bytes(leaf.dtype) for leaf in found]
+    gathered, moved = sum(map(wire_bytes, [GATHER] * len(found), sizes, parts)), 0.0
+    for size, num in zip(sizes, parts, strict=True):
+        moved += 2 * wire_bytes(ALL_TO_ALL, size / num, num)
+    warn(
+        f"optimizer: its update multiplies whole matrices, but {len(found)} of them ({found[0].path}, ...) are split "
+        f"over {', '.join(found[0].stage('opt').axes)}: XLA gathers them on every device in every step, at least "
+        f"{gathered / 1e9:.3g} GB; jfsdp.optim.by_matrix(tx) sends about {moved / 1e9:.3g} GB instead"
+    )
+
+
+def _inside(eqn: Any) -> Iterator[Any]:
+    return (inner for body in inner_jaxprs(eqn) for inner in all_eqns(body))
+
+
+def _split_leaves(engine: Engine) -> dict[str, Leaf]:
+    return {leaf.path: leaf for leaf in engine.layout.leaves if leaf.trainable and _is_split(engine, leaf)}
+
+
 def _run_by_matrix(
     engine: Engine,
     tree: ParamTree,
@@ -99,9 +139,9 @@ def _run_by_matrix(
         return results
 
     names = [tree.find(path)[1] or "" for path, _ in pairs]
-    split = {x.path: x for x in engine.layout.leaves if x.path in names and x.trainable and _is_split(engine, x)}
+    split = _split_leaves(engine)
     leaves = [split.get(name) for name in names]
-    trace = _Trace(flat, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values], leaves)
+    trace = _Trace(jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]), leaves)
     labels = _label(engine, trace)
     if selectors is not None:
         labels = _select(engine, selectors, labels)
@@ -118,8 +158,8 @@ def _is_split(engine: Engine, leaf: Leaf) -> bool:
 class _Trace:
     """The trace of an update, with the leaves that its values depend on."""
 
-    def __init__(self, flat: Callable[..., list[Any]], shapes: Sequence[Any], leaves: Sequence[Leaf | None]):
-        closed = inline_jits(jax.make_jaxpr(flat)(*shapes), is_jit)
+    def __init__(self, closed: Any, leaves: Sequence[Leaf | None]):
+        closed = inline_jits(closed, is_jit)
         self.jaxpr, self.consts = closed.jaxpr, closed.consts
         self.leaves: dict[Any, tuple[Leaf, ...]] = {}
         self.readers: dict[Any, list[int | None]] = {}  # None: a result
@@ -172,9 +212,11 @@ def _split_cost(eqn: Any) -> float:
 
 
 def _is_elementwise(eqn: Any) -> bool:
-    """Tell whether an operation works by element: it accepts scalars in place of arrays of one shape."""
-    shape = eqn.outvars[0].aval.shape
-    if any(atom.aval.shape not in (shape, ()) for atom in (*eqn.invars, *eqn.outvars)):
+    """Tell whether an operation works by element: it accepts scalars in place of arrays of one shape (or of size 1)."""
+    shape, shapes = eqn.outvars[0].aval.shape, [atom.aval.shape for atom in (*eqn.invars, *eqn.outvars)]
+    if not all(
+        x == () or (len(x) == len(shape) and all(a in (1, b) for a, b in zip(x, shape, strict=True))) for x in shapes
+    ):
         return False
     scalars = [jax.ShapeDtypeStruct((), atom.aval.dtype) for atom in eqn.invars]
     try:
@@ -199,13 +241,13 @@ def _cheapest(engine: Engine, leaf: Leaf, trace: _Trace, costs: Mapping[int, flo
         made = node.get(trace.made_by.get(var, -1), source)
         readers = [source if i is None else node.get(i, source) for i in trace.readers.get(var, ())]
         form = _Form(engine, leaf, var.aval.shape, leaf.stacked)
-        size = max(_num_bytes(var), 1) * (1 if form.splits else engine.mesh.size)
+        size = max(_num_bytes(var) / math.prod(num for _, num in form.splits.values()), 1)
         edges[made, count], edges[count + 1, made] = size, size
         for reader in readers:
             edges[count, reader] = edges[reader, count + 1] = math.inf
         count += 2
     unit = max(sum(size for size in edges.values() if size < math.inf) / 2**24, 1)
-    capacity = [infinite if size == math.inf else max(round(size / unit), 1) for size in edges.values()]
+    capacity = [infinite if size == math.inf else math.ceil(size / unit) for size in edges.values()]
     rows, columns = zip(*edges, strict=True)
     graph = csr_matrix((np.array(capacity, np.int32), (rows, columns)), shape=(count, count))
     rest = graph - maximum_flow(graph, source, sink).flow
@@ -216,16 +258,14 @@ def _cheapest(engine: Engine, leaf: Leaf, trace: _Trace, costs: Mapping[int, flo
 
 
 def _select(engine: Engine, selectors: Selectors, labels: dict[Leaf, set[int]]) -> dict[Leaf, set[int]]:
-    layout = engine.layout
-    shapes = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in layout.leaves if x.trainable}
+    shapes = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in engine.layout.leaves if x.trainable}
     selected = select_leaves("by_matrix: matrices=", selectors, shapes, {})
-    found = {leaf.path for leaf in labels}
+    found = {leaf.path: leaf for leaf in labels}
     for path, selector in selected.items():
-        leaf = layout.by_path[path]
-        if len(leaf.shape) - leaf.stacked < 2:
+        if path in _split_leaves(engine) and path not in found:
             raise ValueError(
-                f"by_matrix: matrices={selector!r} selects {path} of shape {leaf.shape}, which is not a matrix; select "
-                f"only matrices, such as {', '.join(sorted(found)[:3]) or 'kernels'}"
+                f"by_matrix: matrices={selector} selects {path} of shape {shapes[path].shape}, whose update needs no "
+                f"whole matrix; select {', '.join(list(found)[:3]) or 'nothing: use the optimizer without by_matrix'}"
             )
     return {leaf: eqns for leaf, eqns in labels.items() if leaf.path in selected}
 
@@ -237,7 +277,7 @@ def _trace_one_layer(flat: Callable[..., list[Any]], values: Sequence[Any], leav
     """Trace the update with stacks of one layer; None if it fails."""
     shapes = [jax.ShapeDtypeStruct(_one_layer(x.shape, leaf), x.dtype) for x, leaf in zip(values, leaves, strict=True)]
     try:
-        return _Trace(flat, shapes, leaves)
+        return _Trace(jax.make_jaxpr(flat)(*shapes), leaves)
     except (TypeError, ValueError):
         return None
 

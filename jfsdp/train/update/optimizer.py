@@ -33,7 +33,7 @@ from jfsdp.engine.movements import Move
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.leaf import Leaf
 from jfsdp.modules.model import ParamTree
-from jfsdp.train.update.matrices import model_of_update
+from jfsdp.train.update.matrices import model_of_update, warn_of_products
 from jfsdp.train.update.roles import Role, Roles, abstract_opt_state, array_name, logical_shapes
 
 
@@ -101,11 +101,15 @@ class ShardedOptimizer:
         Raises:
           ValueError: if it fails on the model's tree, needs more than gradients, state, parameters and the loss, or
             returns updates of another tree; names the transformation.
+
+        Warns: if it computes with whole matrices that are split, without `by_matrix`.
         """
         with _explain_failure():
             given = self.extra_arguments(1.0) if extra is None else extra
+            first, *shapes = self._abstract_update(given)
             with model_of_update(self.engine, self.tree) as moves:
-                updates, after = self._first_update(given)
+                jaxpr, (updates, after) = jax.make_jaxpr(first, return_shape=True)(*shapes)
+            warn_of_products(self.engine, self.tree, jaxpr, shapes)
             self.tree.by_name(updates)
             if jax.tree.structure(after) != jax.tree.structure(self.abstract[0]):
                 raise ValueError(
