@@ -25,8 +25,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import PartitionSpec
-from scipy.sparse import csr_matrix
-from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
 from jfsdp.arguments import checked
 from jfsdp.compat import core, warn
@@ -46,7 +44,7 @@ _MODELS: list[tuple[Engine, ParamTree, list[Move]]] = []
 @contextlib.contextmanager
 def model_of_update(engine: Engine, tree: ParamTree) -> Iterator[list[Move]]:
     """Tell `by_matrix` which model an optimizer updates, while the update is traced; collect what it moves."""
-    _MODELS.append((engine, tree, _MODELS[-1][2] if _MODELS else []))
+    _MODELS.append((engine, tree, []))
     try:
         yield _MODELS[-1][2]
     finally:
@@ -214,16 +212,24 @@ def _split_cost(eqn: Any) -> float:
 def _is_elementwise(eqn: Any) -> bool:
     """Tell whether an operation works by element: it accepts scalars in place of arrays of one shape (or of size 1)."""
     shape, shapes = eqn.outvars[0].aval.shape, [atom.aval.shape for atom in (*eqn.invars, *eqn.outvars)]
-    if not all(
-        x == () or (len(x) == len(shape) and all(a in (1, b) for a, b in zip(x, shape, strict=True))) for x in shapes
-    ):
+    if inner_jaxprs(eqn) or not all(x == () or (len(x) == len(shape) and all(map(_fits, x, shape))) for x in shapes):
         return False
-    scalars = [jax.ShapeDtypeStruct((), atom.aval.dtype) for atom in eqn.invars]
-    try:
-        found = jax.eval_shape(lambda *values: eqn.primitive.bind(*values, **eqn.params), *scalars)
-    except (TypeError, ValueError, IndexError, AssertionError, NotImplementedError):
-        return False
-    return all(x.shape == () for x in jax.tree.leaves(found))
+    key = (eqn.primitive, str(eqn.params), *(str(atom.aval.dtype) for atom in eqn.invars))
+    if key not in _ELEMENTWISE:
+        scalars = [jax.ShapeDtypeStruct((), atom.aval.dtype) for atom in eqn.invars]
+        try:
+            found = jax.eval_shape(lambda *values: eqn.primitive.bind(*values, **eqn.params), *scalars)
+        except (TypeError, ValueError, IndexError, AssertionError, NotImplementedError):
+            found = jax.ShapeDtypeStruct((1,), float)
+        _ELEMENTWISE[key] = all(x.shape == () for x in jax.tree.leaves(found))
+    return _ELEMENTWISE[key]
+
+
+_ELEMENTWISE: dict[Any, bool] = {}
+
+
+def _fits(size: int, whole: int) -> bool:
+    return size in (1, whole)
 
 
 def _num_bytes(var: Any) -> int:
@@ -232,6 +238,9 @@ def _num_bytes(var: Any) -> int:
 
 def _cheapest(engine: Engine, leaf: Leaf, trace: _Trace, costs: Mapping[int, float]) -> set[int]:
     """Choose the operations of a leaf that run on whole matrices, so that the fewest bytes are moved: a minimum cut."""
+    from scipy.sparse import csr_matrix  # a dependency of JAX; slow to import
+    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
+
     source, sink, infinite = 0, 1, 2**30
     node = {i: place for place, i in enumerate(costs, start=2)}
     edges: dict[tuple[int, int], float] = {(node[i], sink): cost for i, cost in costs.items() if cost}

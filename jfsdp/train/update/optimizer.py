@@ -88,7 +88,8 @@ class ShardedOptimizer:
         _check_state(self.tree, self.roles, state)
         logical = self.tree.build(self._unpad_all(grads)), self.tree.build(self._unpad_all(params))
         state = self.roles.map(self._unpad_state, state)
-        updates, state = self._update(logical[0], state, logical[1], extra)
+        with model_of_update(self.engine, self.tree):
+            updates, state = self._update(logical[0], state, logical[1], extra)
         padded = {path: self._pad(path, x) for path, x in self.tree.by_name(updates).items()}
         return padded, self.roles.map(self._pad_state, state)
 
@@ -157,7 +158,7 @@ class ShardedOptimizer:
 
     def _update(self, grads: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> tuple[Any, Any]:
         tx = self.tx.gradient_transformation() if isinstance(self.tx, optax.MultiSteps) else self.tx
-        with _recorded_averages() as record, model_of_update(self.engine, self.tree):
+        with _recorded_averages() as record:
             updates, after = optax.with_extra_args_support(tx).update(grads, state, params, **extra)
         if {id(x) for x in record} - {id(x) for x in jax.tree.leaves(updates)}:
             raise ValueError(
