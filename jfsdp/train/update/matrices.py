@@ -16,27 +16,26 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.sharding import PartitionSpec
 
 from jfsdp.arguments import checked
 from jfsdp.compat import core, warn
 from jfsdp.engine.dataflow import all_eqns, inner_jaxprs, is_literal
 from jfsdp.engine.driver.program import eval_eqn, inline_jits, is_jit, only, read
-from jfsdp.engine.engine import SCOPE, Engine, pad_leaf
-from jfsdp.engine.movements import ALL_TO_ALL, GATHER, MATRICES, UPDATE, Move, wire_bytes
+from jfsdp.engine.engine import SCOPE, Engine
+from jfsdp.engine.movements import ALL_TO_ALL, GATHER, MATRICES, Move, wire_bytes
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.select import Selectors, select_leaves
 from jfsdp.modules.model import ParamTree
-from jfsdp.train.update.roles import Kind, Role, place_array
+from jfsdp.train.update.exchange import Form, compute_whole
 
 _MODELS: list[tuple[Engine, ParamTree, list[Move]]] = []
 
@@ -150,7 +149,7 @@ def _run_by_matrix(
 
 
 def _is_split(engine: Engine, leaf: Leaf) -> bool:
-    return bool(_Form(engine, leaf, leaf.shape, leaf.stacked).splits)
+    return bool(Form(engine, leaf, leaf.shape, leaf.stacked).splits)
 
 
 class _Trace:
@@ -249,7 +248,7 @@ def _cheapest(engine: Engine, leaf: Leaf, trace: _Trace, costs: Mapping[int, flo
     for var in dict.fromkeys(x for x in atoms if not is_literal(x) and leaf in trace.leaves.get(x, ())):
         made = node.get(trace.made_by.get(var, -1), source)
         readers = [source if i is None else node.get(i, source) for i in trace.readers.get(var, ())]
-        form = _Form(engine, leaf, var.aval.shape, leaf.stacked)
+        form = Form(engine, leaf, var.aval.shape, leaf.stacked)
         size = max(_num_bytes(var) / math.prod(num for _, num in form.splits.values()), 1)
         edges[made, count], edges[count + 1, made] = size, size
         for reader in readers:
@@ -336,121 +335,6 @@ def _keeps_layers(pairs: Iterator[tuple[Any, Any]], num_layers: int) -> bool:
     return True
 
 
-# ---- moves
-
-
-class _Form:
-    """An array of a leaf while it is split: shape and splits of its matrices."""
-
-    def __init__(self, engine: Engine, leaf: Leaf, shape: tuple[int, ...], layers: int):
-        self.role: Role = place_array(engine.layout, "", leaf.path, shape)
-        self.leaf, self.layers = leaf, layers if shape[:layers] == leaf.shape[:layers] else 0
-        self.is_padded = self.role.kind is Kind.PARAMETER and self.role.padding > 0
-        self.spec = engine.layout.named_sharding(engine.mesh, self.role.spec).spec
-        self.shape = shape[self.layers :]
-        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in (*self.spec, *[None] * len(shape))]
-        self.batch_axes = tuple(axis for axes in entries[: self.layers] for axis in axes if axis)
-        axes_of = [tuple(axis for axis in axes if axis) for axes in entries[self.layers : len(shape)]]
-        sizes = {axis: engine.mesh.shape[axis] for axes in axes_of for axis in axes}
-        self.splits = {
-            axes: (dim, math.prod(sizes[axis] for axis in axes))
-            for dim, axes in enumerate(axes_of)
-            if math.prod(sizes[axis] for axis in axes) > 1
-        }
-
-    @property
-    def key(self) -> Any:
-        return self.shape, bool(self.layers), tuple(self.splits.items()), self.batch_axes, self.role.padding
-
-    def stored(self, engine: Engine, value: jax.Array) -> jax.Array:
-        """Pad a logical array."""
-        if not self.is_padded:
-            return value
-        value = engine.constrain({self.leaf.path: value}, "opt")[self.leaf.path]
-        return engine.constrain({self.leaf.path: pad_leaf(value, self.leaf)}, "opt")[self.leaf.path]
-
-    def logical(self, engine: Engine, value: jax.Array) -> jax.Array:
-        """Remove the padding of an array."""
-        if not self.is_padded:
-            return value
-        dim = self.role.dim or 0
-        value = jax.lax.slice_in_dim(value, 0, self.role.shape[dim], axis=dim)
-        return engine.constrain({self.leaf.path: value}, "opt")[self.leaf.path]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Step:
-    """Exchange of parts of matrices over some mesh axes: `owners` groups of devices with different matrices."""
-
-    axes: tuple[str, ...]
-    size: int
-    owners: int
-    num: int
-
-    @classmethod
-    def cheapest(cls, axes: tuple[str, ...], size: int, num: int) -> _Step:
-        """Choose the number of owners that sends the fewest bytes there and back, for `num` matrices."""
-        shares = [share for share in range(1, size + 1) if size % share == 0 and (share == 1 or len(axes) == 1)]
-
-        def cost(share: int) -> float:
-            owners = size // share
-            return math.ceil(num / owners) * owners * (2 * (owners - 1) / owners + share - 1)
-
-        return cls(axes, size, size // min(shares, key=lambda share: (cost(share), share)), num)
-
-    @property
-    def share(self) -> int:
-        return self.size // self.owners
-
-    @property
-    def num_each(self) -> int:
-        """The number of matrices of an owner, including padding."""
-        return math.ceil(self.num / self.owners)
-
-    @property
-    def groups(self) -> tuple[Any, Any]:
-        """The devices that exchange parts, and those that have the same matrices."""
-        places = np.arange(self.size).reshape(self.owners, self.share)
-        return (None, None) if self.share == 1 else (places.T.tolist(), places.tolist())
-
-    @property
-    def _index(self) -> Any:
-        return jax.lax.axis_index(self.axes)
-
-    def to_whole(self, x: jax.Array, dim: int | None) -> jax.Array:
-        """Bring [num ... d/size ...] to [num_each ... d ...]; `dim` is d, None if it is not split."""
-        x = jnp.pad(x, [(0, self.num_each * self.owners - x.shape[0]), *[(0, 0)] * (x.ndim - 1)])
-        if dim is None:
-            return jax.lax.dynamic_slice_in_dim(x, self._index // self.share * self.num_each, self.num_each)
-        size, (others, same) = x.shape[dim], self.groups
-        if self.owners > 1:
-            x = jax.lax.all_to_all(x, self.axes, 0, dim, axis_index_groups=others, tiled=True)
-        if self.share > 1:  # the owner's part of d consists of blocks of all its devices
-            parts = x.reshape(*x.shape[:dim], self.owners, size, *x.shape[dim + 1 :])
-            groups = same if self.owners > 1 else None
-            parts = jax.lax.all_gather(parts, self.axes, axis=dim + 1, axis_index_groups=groups, tiled=False)
-            x = parts.reshape(*x.shape[:dim], self.size * size, *x.shape[dim + 1 :])
-        return x
-
-    def to_split(self, x: jax.Array, dim: int | None) -> jax.Array:
-        """Bring [num_each ... d ...] back to [num ... d/size ...]."""
-        others, _ = self.groups
-        if dim is None:
-            x = jax.lax.all_gather(x, self.axes, axis=0, axis_index_groups=others, tiled=True) if self.owners > 1 else x
-            return x[: self.num]
-        if self.share > 1:
-            size = x.shape[dim] // self.size
-            parts = x.reshape(*x.shape[:dim], self.owners, self.share, size, *x.shape[dim + 1 :])
-            parts = jax.lax.dynamic_index_in_dim(parts, self._index % self.share, dim + 1, keepdims=False)
-            x = parts.reshape(*x.shape[:dim], self.owners * size, *x.shape[dim + 1 :])
-        if self.owners > 1:
-            x = jax.lax.all_to_all(x, self.axes, dim, 0, axis_index_groups=others, tiled=True)
-        return x[: self.num]
-
-
-# ---- the update
-
-
 @dataclasses.dataclass(frozen=True)
 class _Part:
     """Operations on the whole matrices of one leaf.
@@ -469,12 +353,9 @@ class _Part:
     shared: tuple[Any, ...]
     results: tuple[Any, ...]
 
-    def forms(self, engine: Engine, variables: Sequence[Any]) -> list[_Form]:
-        return [_Form(engine, self.leaf, var.aval.shape, self.layers) for var in variables]
-
     def key(self, engine: Engine) -> Any:
         """Parts of equal keys are computed as one batch."""
-        forms = self.forms(engine, (*self.moved, *self.results))
+        forms = [Form(engine, self.leaf, var.aval.shape, self.layers) for var in (*self.moved, *self.results)]
         return str(self.jaxpr), self.shared, tuple(form.key for form in forms)
 
 
@@ -565,126 +446,14 @@ class _Run:
 
     def _run_batch(self, parts: Sequence[_Part], env: Mapping[Any, Any]) -> dict[Any, Any]:
         """Run parts of equal keys on whole matrices; return their results by variable."""
-        forms_in = [part.forms(self.engine, part.moved) for part in parts]
-        forms_out = [part.forms(self.engine, part.results) for part in parts]
-        stored = [
-            [form.stored(self.engine, env[var]) for form, var in zip(forms, part.moved, strict=True)]
-            for forms, part in zip(forms_in, parts, strict=True)
-        ]
-        specs_in, specs_out = ([[form.spec for form in forms] for forms in some] for some in (forms_in, forms_out))
-        shared = [env[var] for var in parts[0].shared]
-
-        lead = max(forms_in[0], key=lambda form: (form.role.kind is Kind.PARAMETER, len(form.splits)))
-        size = math.prod(self.engine.mesh.shape[axis] for axis in lead.batch_axes)
-        nums = [math.prod(part.leaf.shape[: part.layers]) // size for part in parts]
-        steps: list[_Step] = []
-        for axes, (_, size) in lead.splits.items():
-            steps.append(_Step.cheapest(axes, size, steps[-1].num_each if steps else sum(nums)))
-        for forms, variables, is_back in (forms_in[0], parts[0].moved, False), (forms_out[0], parts[0].results, True):
-            for form, var in zip(forms, variables, strict=True):
-                self.moves += _moves(form, jnp.dtype(var.aval.dtype).name, steps, is_back=is_back)
-
-        def on_device(stored: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
-            return _on_device(parts[0], forms_in[0], forms_out[0], steps, nums, stored, shared)
-
-        found = jax.shard_map(
-            on_device,
-            mesh=self.engine.mesh,
-            in_specs=(specs_in, [PartitionSpec()] * len(shared)),
-            out_specs=specs_out,
-            check_vma=False,
-        )(stored, shared)
-        return {
-            var: form.logical(self.engine, value)
-            for part, forms, values in zip(parts, forms_out, found, strict=True)
-            for var, form, value in zip(part.results, forms, values, strict=True)
-        }
-
-
-def _moves(form: _Form, dtype: str, steps: Sequence[_Step], *, is_back: bool) -> Iterator[Move]:
-    """Yield the movements of a batch's array, as `_to_whole` and `_to_split` run them."""
-    leaf, elements = form.leaf, math.prod(form.shape)
-    if form.is_padded:
-        elements = elements // leaf.shape[leaf.dim or 0] * leaf.stored_shape[leaf.dim or 0]
-    elements //= math.prod(size for _, size in form.splits.values())
-
-    def move(kind: str, axes: tuple[str, ...], num: int, size: int) -> Move:
-        flat = dataclasses.replace(leaf, shape=(num,), stacked=0, dim=0, padding=0, cuts=())
-        return Move(flat, UPDATE, kind, axes, dtype, size, is_of_matrices=True)
-
-    for step in steps:
-        num = step.num_each * step.owners * elements
-        if step.axes in form.splits:
-            yield move(ALL_TO_ALL, step.axes, num, step.owners)
-            elements *= step.size
-            if not is_back:
-                yield move(GATHER, step.axes, num * step.share, step.share)
-        elif is_back:
-            yield move(GATHER, step.axes, num, step.owners)
-    for axes, (_, size) in form.splits.items():
-        if axes not in [step.axes for step in steps] and not is_back:
-            elements *= size
-            yield move(GATHER, axes, steps[0].num * elements, size)
-
-
-def _on_device(
-    part: _Part,
-    forms_in: Sequence[_Form],
-    forms_out: Sequence[_Form],
-    steps: Sequence[_Step],
-    nums: Sequence[int],
-    stored: list[list[jax.Array]],
-    shared: list[jax.Array],
-) -> list[list[jax.Array]]:
-    """Compute a batch on one device.
-
-    Args:
-      part: the first part of the batch.
-      nums: the number of the device's matrices, by part.
-      stored: by part and variable, the device's shards [L ... m n/N].
-    """
-    whole = []
-    for i, form in enumerate(forms_in):
-        rows = [x[i].reshape(-1 if form.layers else 1, *x[i].shape[form.layers :]) for x in stored]
-        rows = [jnp.broadcast_to(x, (num, *x.shape[1:])) for x, num in zip(rows, nums, strict=True)]
-        whole.append(_to_whole(jnp.concatenate(rows), form, steps))
-
-    def compute(*values: jax.Array) -> list[jax.Array]:
-        given = [x.reshape(*[1] * form.layers, *form.shape) for x, form in zip(values, forms_in, strict=True)]
-        results = core.eval_jaxpr(part.jaxpr, (), *given, *shared)
-        return [x.reshape(form.shape) for x, form in zip(results, forms_out, strict=True)]
-
-    results = [_to_split(x, form, steps) for x, form in zip(jax.vmap(compute)(*whole), forms_out, strict=True)]
-    starts = np.cumsum([0, *nums]).tolist()
-    heads = [values[0].shape[: part.layers] for values in stored]
-    return [
-        [
-            x[start : start + num].reshape(*(head if form.layers else ()), *x.shape[1:])
-            for x, form in zip(results, forms_out, strict=True)
-        ]
-        for start, num, head in zip(starts, nums, heads, strict=False)
-    ]
-
-
-def _to_whole(x: jax.Array, form: _Form, steps: Sequence[_Step]) -> jax.Array:
-    """Bring the shards of all matrices [K ... n/N] to the device's whole matrices [K/N ... n]."""
-    for axes, (dim, _) in form.splits.items():
-        if axes not in [step.axes for step in steps]:
-            x = jax.lax.all_gather(x, axes, axis=dim + 1, tiled=True)
-    for step in steps:
-        x = step.to_whole(x, form.splits[step.axes][0] + 1 if step.axes in form.splits else None)
-    return x[(slice(None), *map(slice, form.shape))]
-
-
-def _to_split(x: jax.Array, form: _Form, steps: Sequence[_Step]) -> jax.Array:
-    """Undo `_to_whole`."""
-    if form.is_padded:
-        dim = (form.role.dim or 0) - form.layers + 1
-        x = jnp.pad(x, [(0, form.role.padding if i == dim else 0) for i in range(x.ndim)])
-    for step in reversed(steps):
-        x = step.to_split(x, form.splits[step.axes][0] + 1 if step.axes in form.splits else None)
-    for axes, (dim, size) in form.splits.items():
-        if axes not in [step.axes for step in steps]:
-            num = x.shape[dim + 1] // size
-            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * num, num, axis=dim + 1)
-    return x
+        found, moves = compute_whole(
+            self.engine,
+            [(part.leaf, part.layers) for part in parts],
+            [[env[var] for var in part.moved] for part in parts],
+            [[var.aval.shape for var in part.results] for part in parts],
+            functools.partial(core.eval_jaxpr, parts[0].jaxpr, ()),
+            [env[var] for var in parts[0].shared],
+        )
+        self.moves += moves
+        pairs = [zip(part.results, some, strict=True) for part, some in zip(parts, found, strict=True)]
+        return {var: x for some in pairs for var, x in some}

@@ -28,11 +28,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jfsdp.engine.engine import Engine, pad_leaf
+from jfsdp.engine.engine import Engine
 from jfsdp.engine.movements import Move
 from jfsdp.engine.unit import Arrays
-from jfsdp.layout.leaf import Leaf
 from jfsdp.modules.model import ParamTree
+from jfsdp.train.update.exchange import pad, unpad
 from jfsdp.train.update.matrices import model_of_update, warn_of_products
 from jfsdp.train.update.roles import Role, Roles, abstract_opt_state, array_name, logical_shapes
 
@@ -90,7 +90,8 @@ class ShardedOptimizer:
         state = self.roles.map(self._unpad_state, state)
         with model_of_update(self.engine, self.tree):
             updates, state = self._update(logical[0], state, logical[1], extra)
-        padded = {path: self._pad(path, x) for path, x in self.tree.by_name(updates).items()}
+        by_path = self.engine.layout.by_path
+        padded = {path: pad(self.engine, by_path[path], x) for path, x in self.tree.by_name(updates).items()}
         return padded, self.roles.map(self._pad_state, state)
 
     def check(self, extra: Mapping[str, Any] | None = None) -> tuple[Move, ...]:
@@ -168,27 +169,16 @@ class ShardedOptimizer:
         return updates, after
 
     def _unpad_all(self, values: Arrays) -> Arrays:
-        return {path: self._unpad(path, x) for path, x in values.items()}
+        return {path: unpad(self.engine, self.engine.layout.by_path[path], x) for path, x in values.items()}
 
     def _unpad_state(self, role: Role, value: Any) -> Any:
-        return self._unpad(role.leaf or "", value) if role.padding else value
+        return unpad(self.engine, self.engine.layout.by_path[role.leaf or ""], value) if role.padding else value
 
     def _pad_state(self, role: Role, value: Any) -> Any:
         # An array that changed its shape is not padded: `check_kept_types` raises and names it.
-        return self._pad(role.leaf or "", value) if role.padding and value.shape == role.shape else value
-
-    def _unpad(self, path: str, value: jax.Array) -> jax.Array:
-        leaf = self.engine.layout.by_path[path]
-        if not leaf.padding or leaf.dim is None:
+        if not role.padding or value.shape != role.shape:
             return value
-        return self._constrain(leaf, jax.lax.slice_in_dim(value, 0, leaf.shape[leaf.dim], axis=leaf.dim))
-
-    def _pad(self, path: str, value: jax.Array) -> jax.Array:
-        leaf = self.engine.layout.by_path[path]
-        return self._constrain(leaf, pad_leaf(self._constrain(leaf, value), leaf)) if leaf.padding else value
-
-    def _constrain(self, leaf: Leaf, value: jax.Array) -> jax.Array:
-        return self.engine.constrain({leaf.path: value}, "opt")[leaf.path]
+        return pad(self.engine, self.engine.layout.by_path[role.leaf or ""], value)
 
 
 _RECORDS: list[list[Any]] = []
