@@ -37,7 +37,7 @@ def _constrain(engine: Engine, leaf: Leaf, value: jax.Array) -> jax.Array:
 
 
 class Form:
-    """An array of a leaf, as it is split while it is not exchanged.
+    """The split form of an array of a leaf, before and after an exchange.
 
     Attributes:
       layers: the number of leading dims that are layers; 0: all layers have the same array.
