@@ -23,7 +23,7 @@ from tests.sharding import fully_shard
 from tests.states import logical
 
 RATE, STEPS, DIM, FEATURES, LAYERS = 1e-2, 3, 12, 20, 4
-WIDE = {"dtype": jnp.float64, "param_dtype": jnp.float64}
+WIDE: Any = {"dtype": jnp.float64, "param_dtype": jnp.float64}
 
 
 class Block(nnx.Module):
@@ -103,7 +103,7 @@ def shampoo(rate):
             after.append(new)
         return tree.unflatten(updates), tree.unflatten(after)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
 OPTIMIZERS = {
@@ -272,10 +272,10 @@ def test_products_of_split_matrices_warn():
 
 
 def test_without_a_sharded_model_it_is_the_optimizer_itself():
-    params = {"layers": {"kernel": jnp.ones((3, 4))}}
+    params: Any = {"layers": {"kernel": jnp.ones((3, 4))}}
     tx, plain = by_matrix(muon()), muon()
-    found, wanted = (x.update(params, x.init(params), params)[0] for x in (tx, plain))
-    np.testing.assert_array_equal(found["layers"]["kernel"], wanted["layers"]["kernel"])
+    found, wanted = (jax.tree.leaves(x.update(params, x.init(params), params)[0]) for x in (tx, plain))
+    np.testing.assert_array_equal(found[0], wanted[0])
 
 
 @pytest.mark.parametrize("stacked", [True, False], ids=["stack", "list"])

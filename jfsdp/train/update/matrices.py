@@ -37,6 +37,7 @@ from jfsdp.layout.select import Selectors, select_leaves
 from jfsdp.modules.model import ParamTree
 from jfsdp.train.update.exchange import Form, compute_whole
 
+Vars = tuple[Any, ...]
 _MODELS: list[tuple[Engine, ParamTree, list[Move]]] = []
 
 
@@ -349,9 +350,9 @@ class _Part:
     leaf: Leaf
     layers: int
     jaxpr: Any
-    moved: tuple[Any, ...]
-    shared: tuple[Any, ...]
-    results: tuple[Any, ...]
+    moved: Vars
+    shared: Vars
+    results: Vars
 
     def key(self, engine: Engine) -> Any:
         """Parts of equal keys are computed as one batch."""
@@ -414,9 +415,7 @@ class _Run:
             return part
         return _Part(leaf, 0, only(self.trace.jaxpr, eqns, [*moved, *shared], results), moved, shared, results)
 
-    def _part_of_layers(
-        self, leaf: Leaf, indices: list[int], moved: Sequence[Any], shared: Sequence[Any], results: Sequence[Any]
-    ) -> _Part | None:
+    def _part_of_layers(self, leaf: Leaf, indices: list[int], moved: Vars, shared: Vars, results: Vars) -> _Part | None:
         """Return a part with layers as a batch; None if an operation mixes layers."""
         if self.twins is None:
             return None
@@ -434,8 +433,10 @@ class _Run:
                 common.append(var)
                 continue
             i = self.trace.made_by.get(var)
-            eqn = None if i is None else self.trace.jaxpr.eqns[i]
-            if eqn is None or not (eqn.primitive.name == "broadcast_in_dim" or _is_elementwise(eqn)):
+            if i is None:
+                return None
+            eqn = self.trace.jaxpr.eqns[i]
+            if eqn.primitive.name != "broadcast_in_dim" and not _is_elementwise(eqn):
                 return None
             made_again.append(i)
             needed += [x for x in eqn.invars if not is_literal(x)]
