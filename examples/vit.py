@@ -17,7 +17,7 @@ import numpy as np
 
 import jfsdp
 from jfsdp_models.losses import classification_loss  # pyright: ignore[reportMissingImports]
-from jfsdp_models.vit import EncoderBlock, ViT, adamw, evaluation_loss, placements  # pyright: ignore[reportMissingImports]
+from jfsdp_models.vit import EncoderBlock, ViT, adamw, decay_of_kernels, evaluation_loss, placements  # pyright: ignore[reportMissingImports]
 from jfsdp_models.vit_config import PRESETS, flops_per_image  # pyright: ignore[reportMissingImports]
 
 CONFIG = PRESETS["vit-tiny"]
@@ -66,6 +66,7 @@ def job() -> jfsdp.trainer.Job:
         batch=batch_shapes,
         units=UNITS,
         optimizer=adamw,
+        decay_mask=decay_of_kernels,
         data=train_rows,
         eval_data=held_out_rows,
         flops_per_token=functools.partial(flops_per_image, CONFIG),

@@ -40,7 +40,7 @@ from .elementwise import gelu_tanh, layer_norm
 from .gpt2_config import PRESETS, GPT2Config, flops_per_token
 from .gpt2_hf import PRETRAINED
 from .losses import head_loss, loss_of_model, token_batch
-from .optimizers import adamw
+from .optimizers import adamw, decay_mask
 from .over_tensor import (
     HEADS,
     Placements,
@@ -302,6 +302,7 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
         "units": [{"match": Block, "stacked": int(config.stacked)}],
         "batch": token_batch,
         "optimizer": adamw,
+        "decay_mask": decay_mask,
         "vocab_size": config.vocab_size,
         "documents_per_row": config.documents_per_row,
         "attention": partial(

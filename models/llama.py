@@ -39,7 +39,7 @@ from .elementwise import rms_norm, swiglu
 from .llama_config import PRESETS, LlamaConfig, RopeScaling, flops_per_token
 from .llama_hf import PRETRAINED
 from .losses import head_loss, loss_of_model, token_batch
-from .optimizers import adamw
+from .optimizers import adamw, decay_mask
 from .over_tensor import HEADS, Placements, by_heads, looked_up, make_placements, over_tensor, split_tokens, whole_rows
 
 Rope = tuple[jax.Array, jax.Array]
@@ -344,7 +344,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
 
     Returns:
       `model` (rngs -> module), `config`, `loss`, `units`, `batch` ((batch_size, seq_len) -> shapes), `optimizer`
-      (learning rate or schedule -> optax), `vocab_size`, `seq_len`, `flops_per_token` (seq_len -> float),
+      (learning rate or schedule -> optax), `decay_mask`, `vocab_size`, `seq_len`, `flops_per_token` (seq_len -> float),
       `configure` (fields of the config to change, as keywords -> another job) and `pretrained` (names in Hugging Face
       checkpoints).
     """
@@ -359,6 +359,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "units": [{"match": DecoderLayer, "stacked": int(config.stacked)}],
         "batch": token_batch,
         "optimizer": adamw,
+        "decay_mask": decay_mask,
         "vocab_size": config.vocab_size,
         "documents_per_row": config.documents_per_row,
         "attention": partial(describe_attention, config.attention, config.head_size, config.documents_per_row),

@@ -220,10 +220,12 @@ def evaluation_loss(model: ViT, batch: Mapping[str, jax.Array]) -> LossSums:
     return classification_loss(nnx.view(model, raise_if_not_found=False, **modes), batch)
 
 
+decay_of_kernels = partial(decay_mask, spared=NORMS_AND_BIASES | {"class_token", "positions"})
+
+
 def adamw(learning_rate: optax.ScalarOrSchedule) -> optax.GradientTransformation:
     """Return the published AdamW (b1 0.9, b2 0.999, decay 0.1), which decays only kernels: no token or positions."""
-    mask = partial(decay_mask, spared=NORMS_AND_BIASES | {"class_token", "positions"})
-    return optax.adamw(learning_rate, b1=0.9, b2=0.999, weight_decay=0.1, mask=mask)
+    return optax.adamw(learning_rate, b1=0.9, b2=0.999, weight_decay=0.1, mask=decay_of_kernels)
 
 
 def placements() -> Placements:

@@ -30,7 +30,7 @@ class Job:
       batch: `f(batch_size, seq_len) -> pytree of jax.ShapeDtypeStruct`, the shapes of one global batch.
       units: the `units` argument of `fully_shard`.
       axis_rules, placements: the arguments of `fully_shard` for axis `tensor`.
-      optimizer: `f(learning_rate or schedule) -> optax.GradientTransformation`.
+      optimizer: `f(learning_rate or schedule) -> optax.GradientTransformation`. The script's `--optimizer` replaces it.
       name: name in messages and run directories.
       eval_loss: loss for evaluation: without dropout, with stored batch statistics. None: `loss`.
       row_loss: `f(model, batch) -> object` with `total` and `weight` [B]: the terms of `loss` by row, without dropout.
@@ -59,6 +59,8 @@ class Job:
         positions=[B T], cache=, lengths=[B]) -> (logits [B V] of each row's last token, cache)`: with prompts, padded
         at their ends by positions of `length`, and then with one token at a time. `f` raises a ValueError if `length`
         is beyond the model's. None: `jfsdp generate` does not accept the job.
+      decay_mask: `f(params) -> tree of bools`: which parameters decay with `--optimizer`. None: those with at least two
+        dims, not counting layer dims.
 
     Raises:
       ValueError: for an unknown kind of data.
@@ -85,6 +87,7 @@ class Job:
     axis_rules: AxisRules | None = None
     placements: Mapping[Any, Any] | None = None
     cache: Callable[..., Any] | None = None
+    decay_mask: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         if not callable(self.data) and self.data not in DATA_KINDS:
