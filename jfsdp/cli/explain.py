@@ -61,7 +61,7 @@ class Explain(ShardingOptions):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", LayoutWarning)  # all advice is printed below the table
             model = shard_job(self, job, make_abstract_mesh(dict(self.mesh)))
-        tx = make_optimizer(self, job, 1e-3)
+        tx = make_optimizer(self, job, model, 1e-3)
         step, state = model.train_step(job.loss, tx, **step_arguments(self)), model.abstract_state(tx)
         rows = num_data_shards(dict(model.layout.mesh_sizes)) * self.accumulate
         with warnings.catch_warnings(record=True) as found:

@@ -177,6 +177,21 @@ class ShardingOptions(Options):
     opt_state_dtype: Annotated[str | None, optional(str, "bfloat16")] = option(None, "precision", "refused")
     """bfloat16: store the optimizer's moments in half the bytes, with stochastic rounding. none: the optimizer's
     dtype."""
+    optimizer: Annotated[str | None, optional(str, "adamw|muon|lion|adafactor|sgd")] = option(
+        None, "optimizer", "refused"
+    )
+    """adamw, lion, sgd, adafactor (without parameter scaling), or muon for matrices of layers, with AdamW for the rest.
+    none: the job's; of the language models here, adamw."""
+    weight_decay: Decimal = option(None, "optimizer", "refused", least=0)
+    """Decay per step, as a fraction of the learning rate. none: adamw and muon 0.1, lion 0.001, others 0."""
+    beta1: Decimal = option(None, "optimizer", "refused", least=0)
+    """Beta 1 of adamw, lion, and muon's AdamW. none: 0.9."""
+    beta2: Decimal = option(None, "optimizer", "refused", least=0)
+    """Beta 2 of adamw, lion, and muon's AdamW. none: 0.95; lion 0.99."""
+    eps: Decimal = option(None, "optimizer", "refused", least=0)
+    """Epsilon of adamw and muon. none: 1e-8."""
+    momentum: Decimal = option(None, "optimizer", "refused", least=0)
+    """Momentum of sgd, adafactor, and muon's matrices. none: muon 0.95, others 0."""
     ema: Annotated[float | None, optional(float, "DECAY")] = option(None, "optimizer", "refused")
     """Keep moving averages of the parameters, for evaluation and samples. 0.999: over about 1000 steps."""
 
@@ -298,19 +313,24 @@ def train_arguments(options: StepOptions) -> dict[str, Any]:
     }
 
 
-def make_optimizer(options: ShardingOptions, job: Job, learning_rate: Any) -> optax.GradientTransformation:
-    """Return the job's optimizer with the moments and averages of the options. Averages are float32.
+def make_optimizer(options: ShardingOptions, job: Job, model: ShardedModel, rate: Any) -> optax.GradientTransformation:
+    """Return the optimizer of the options, or the job's, with their moments and averages. Averages are float32.
+
+    Args:
+      model: the job's model, sharded in any way.
+      rate: learning rate or schedule.
 
     Raises:
-      ValueError: for a dtype other than bfloat16, or a decay out of range.
+      ValueError: as `named_optimizer`; for a dtype other than bfloat16, or a decay out of range.
     """
     import optax
 
     from jfsdp.train.update.ema import track_ema
     from jfsdp.train.update.low_precision import low_precision_state
     from jfsdp.train.update.rates import scale_rates
+    from jfsdp.trainer.optimizers import named_optimizer
 
-    tx, dtype, decay = job.optimizer(learning_rate), options.opt_state_dtype, options.ema
+    tx, dtype, decay = named_optimizer(options, job, model, rate), options.opt_state_dtype, options.ema
     if dtype not in (None, "bfloat16"):
         raise ValueError(f"--opt-state-dtype {dtype!r} is not available; use bfloat16, or leave it out")
     if decay is not None and not 0 <= decay < 1:

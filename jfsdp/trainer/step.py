@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import optax
 
+from jfsdp.arguments import did_you_mean
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job
@@ -31,12 +32,19 @@ def make_step(
     """
     arguments = train_arguments(options)
     model = shard_job(options, job, mesh)
-    tx = make_optimizer(options, job, schedule)
+    tx = make_optimizer(options, job, model, schedule)
     return model, tx, model.train_step(job.loss, tx, **arguments, check_loss=check_loss)
 
 
-def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> Callable[[int], Any]:
-    """Return the learning rate by number of updates: linear warmup to the peak, then cosine decay to `floor * peak`.
+SCHEDULES = ("cosine", "linear", "wsd", "constant")
+
+
+def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float, kind: str = "cosine") -> Callable[..., Any]:
+    """Return the learning rate by number of updates: linear warmup to the peak, then decay to `floor * peak`.
+
+    Args:
+      kind: one of `SCHEDULES`. wsd stays at the peak and decays linearly in the last tenth of `decay_steps`; constant
+        never decays.
 
     Raises:
       ValueError: for numbers out of range.
@@ -47,7 +55,17 @@ def make_schedule(peak: float, warmup: int, decay_steps: int, floor: float) -> C
         )
     if not 0 <= warmup < decay_steps:
         raise ValueError(f"warmup={warmup} must be at least 0 and below decay_steps={decay_steps} (default: steps)")
-    return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, decay_steps, floor * peak)
+    if kind not in SCHEDULES:
+        raise ValueError(
+            f"lr_schedule={kind!r} is unknown{did_you_mean(kind, SCHEDULES)}; the schedules are {', '.join(SCHEDULES)}"
+        )
+    if kind == "cosine":
+        return optax.warmup_cosine_decay_schedule(peak / (warmup + 1), peak, warmup, decay_steps, floor * peak)
+    stable = optax.warmup_constant_schedule(peak / (warmup + 1), peak, warmup)
+    if kind == "constant":
+        return stable
+    start = warmup if kind == "linear" else max(warmup, decay_steps - max(decay_steps // 10, 1))
+    return optax.join_schedules([stable, optax.linear_schedule(peak, floor * peak, decay_steps - start)], [start])
 
 
 def make_batch(job: Job, rows: int, row_items: int, *, cross_documents: bool = False) -> Any:

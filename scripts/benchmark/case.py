@@ -139,7 +139,7 @@ def write_for_torch(options: BenchOptions, job: Job, directory: Path) -> dict[st
     """
     model = fully_shard(job.model, mesh=make_mesh(devices=jax.devices()[:1], fsdp=1), units=job.units)
     params = model.init(optax.identity(), options.seed).params
-    tx, tree = make_optimizer(options, job, LEARNING_RATE), model.model.tree
+    tx, tree = make_optimizer(options, job, model, LEARNING_RATE), model.model.tree
     adamw = read_adamw(tx, tree, params, LEARNING_RATE)
     source = _Arrays(params)
     seq_len = options.seq_len or job.seq_len

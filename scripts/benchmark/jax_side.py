@@ -13,7 +13,8 @@ import optax
 from flax import nnx
 
 from jfsdp.extras import install_command
-from jfsdp.layout.mesh import make_mesh
+from jfsdp.layout.mesh import make_abstract_mesh, make_mesh
+from jfsdp.train.fully_shard import fully_shard
 from jfsdp.train.step.loss import as_loss
 from jfsdp.train.update.update import clip_by_norm
 from jfsdp.trainer.job import Job
@@ -43,13 +44,13 @@ class JaxContender:
             raise ValueError(f"--devices {num_devices}: JAX sees {jax.device_count()}; lower it")
         job, rows = find_job(options), count_rows(options, num_devices)
         batches = read_batches(options, job, rows, path)
-        tx = make_optimizer(options, job, LEARNING_RATE)
         if name == PLAIN:
-            self._step, self._state = _plain(job, tx, options)
+            self._step, self._state = _plain(job, options)
         else:
             mesh = make_mesh(devices=jax.devices()[:num_devices], **mesh_sizes(options, num_devices))  # type: ignore[arg-type]
             options = as_jfsdp(options, name)
             model = shard_job(options, job, mesh)
+            tx = make_optimizer(options, job, model, LEARNING_RATE)
             self._step = model.train_step(job.loss, tx, **train_arguments(options))
             self._state = model.init(tx, options.seed)
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), self._state)
@@ -76,13 +77,15 @@ class JaxContender:
         )
 
 
-def _plain(job: Job, tx: optax.GradientTransformation, options: BenchOptions) -> tuple[Any, Any]:
+def _plain(job: Job, options: BenchOptions) -> tuple[Any, Any]:
     """Return a step of plain Flax and optax, computed in `param_dtype`, and its initial state.
 
     The step is one function under `jax.jit` with donation, as in the documentation of Flax and JAX, without remat.
     """
     dtype = options.param_dtype
     key = options.seed
+    model = fully_shard(job.model, mesh=make_abstract_mesh({"fsdp": 1}), units=job.units)
+    tx = make_optimizer(options, job, model, LEARNING_RATE)
     if isinstance(job.model, tuple):
         module, inputs = job.model[:2]
         variables = dict(module.init(jax.random.key(key), *(jnp.zeros(x.shape, x.dtype) for x in inputs)))

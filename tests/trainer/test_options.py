@@ -21,8 +21,10 @@ from jfsdp.trainer.options import ShardingOptions
 from jfsdp.trainer.parse import write
 from jfsdp.trainer.recipes import load_recipe, option_value, write_recipe
 from jfsdp.trainer.run.config import TrainConfig
+from tests.models_small import Tower
 from tests.options import made
 from tests.refusals import refuses
+from tests.sharding import fully_shard
 
 
 def read(**texts):
@@ -141,7 +143,8 @@ def job(learning_rate=optax.adam):
 
 
 def test_moments_are_rounded_and_averages_are_not():
-    tx = options.make_optimizer(read(opt_state_dtype="bfloat16", ema=0.9), job(), 1e-3)
+    model = fully_shard(Tower)
+    tx = options.make_optimizer(read(opt_state_dtype="bfloat16", ema=0.9), job(), model, 1e-3)
     state = jax.eval_shape(tx.init, {"w": jnp.ones((4, 4))})
     low, ema = state
     assert isinstance(low, LowPrecisionState) and low.inner[0].mu["w"].dtype == jnp.bfloat16
@@ -150,7 +153,7 @@ def test_moments_are_rounded_and_averages_are_not():
         (ShardingOptions(ema=1.0), "--ema 1.0"),
         (ShardingOptions(opt_state_dtype="int8"), "--opt-state-dtype 'int8'"),
     ):
-        refuses(lambda wrong=wrong: options.make_optimizer(wrong, job(), 1e-3), fact)
+        refuses(lambda wrong=wrong: options.make_optimizer(wrong, job(), model, 1e-3), fact)
 
 
 @pytest.mark.parametrize(
@@ -171,6 +174,10 @@ def test_an_unknown_option_is_refused_with_close_ones():
         (["--lr", "3"], ["--lr:", "--learning-rate"]),
         (["--batchsize=4"], ["--batchsize:", "--batch-per-device"]),
         (["--epochs", "3"], ["--epochs:", "--steps"]),
+        (["--optim", "adamw_torch"], ["--optim:", "--optimizer"]),
+        (["--adam_beta1", "0.9"], ["--adam_beta1:", "--beta1"]),
+        (["--lr_scheduler_type", "cosine"], ["--lr_scheduler_type:", "--lr-schedule"]),
+        (["--optimizer.name", "AdamW"], ["--optimizer.name:", "--optimizer"]),
         (["--nonsense", "3"], ["--nonsense:", "--help"]),
         (["--eod-id", "3"], ["--eod-id:", "FILE.bin.json"]),
         (["--no-deterministic"], ["--no-deterministic:", "XLA_FLAGS=--xla_gpu_deterministic_ops=true"]),

@@ -101,7 +101,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     config = with_global_batch(config, mesh)
     decay_steps = config.decay_steps or stored.get("decides", {}).get("decay_steps") or config.steps
     warmup = decay_steps // 20 if config.warmup is None else config.warmup
-    schedule = make_schedule(config.learning_rate, warmup, decay_steps, config.min_learning_rate)
+    schedule = make_schedule(config.learning_rate, warmup, decay_steps, config.min_learning_rate, config.lr_schedule)
     model, tx, step = make_step(config, job, mesh, schedule, check_loss=config.check_loss)
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
     decides = loss_settings(config) | {

@@ -48,11 +48,16 @@ class TrainConfig(StepOptions):
     """Seed of the initial weights, the order of the data and the sample."""
 
     learning_rate: Real = option(3e-4, "most used", "noted, kept")
-    """Peak of the schedule: linear warmup, then cosine decay."""
+    """Peak of the schedule, after the warmup."""
+    lr_schedule: Annotated[str, tyro.conf.arg(metavar="cosine|linear|wsd|constant")] = option(
+        "cosine", "optimizer", "noted, kept"
+    )
+    """Schedule after a linear warmup. cosine, linear: decay to the floor at --decay-steps. wsd: warmup, stable, decay:
+    the peak, then linear decay in the last tenth of --decay-steps. constant: the peak."""
     warmup: Number = option(None, "optimizer", "noted, kept")
     """Warmup steps. none: 5 % of --decay-steps."""
     decay_steps: Number = option(None, "optimizer", "noted, kept", least=1)
-    """Steps until the cosine reaches its floor. none: --steps; on resume, the run's value."""
+    """Steps until the schedule reaches its floor. none: --steps; on resume, the run's value."""
     min_learning_rate: Real = option(0.1, "optimizer", "noted, kept")
     """Floor of the schedule, as a fraction of the peak."""
 

@@ -158,7 +158,7 @@ def without_adapters(config: TrainConfig) -> TrainConfig:
 
 def _restored(config: TrainConfig, job: Job, directory: Path, step: str) -> tuple[ShardedModel, TrainState, str]:
     model = shard_job(config, job, make_run_mesh(config))
-    tx = make_optimizer(config, job, lambda count: 0.0)  # with a schedule, as in the run
+    tx = make_optimizer(config, job, model, lambda count: 0.0)  # with a schedule, as in the run
     found = runs.resume_step(directory, step)
     if config.init_from:
         like = load_weights(config, job, model, tx)

@@ -34,11 +34,14 @@ def loss_settings(config: TrainConfig) -> dict[str, Any]:
     `build` adds values that follow from several options (rows per step, the schedule, the fields of the model). The
     source of the data adds its digest.
     """
+    from jfsdp.trainer.optimizers import optimizer_settings  # imports JAX, and a script sets XLA's flags before that
+
     plain = ("param_dtype", "reduce_dtype", "opt_state_dtype", "frozen_dtype", "accumulate", "ema", "seed")
-    plain += ("learning_rate", "min_learning_rate", "max_grad_norm", "skip_nonfinite")
+    plain += ("learning_rate", "min_learning_rate", "lr_schedule", "max_grad_norm", "skip_nonfinite")
     return {
         "model": config.model or config.factory,
         **{name: getattr(config, name) for name in plain},
+        **optimizer_settings(config),
         "frozen": sorted(set(config.frozen)) or None,
         "lora": sorted(map(_lora, config.lora)) or None,
         "quantized": sorted(write((pair,)) for pair in config.quantized) or None,
@@ -48,7 +51,7 @@ def loss_settings(config: TrainConfig) -> dict[str, Any]:
 
 
 def _lora(fields: Pairs) -> str:
-    from jfsdp.layout.lora import LoRA  # imports JAX, and a script sets XLA's flags before that
+    from jfsdp.layout.lora import LoRA  # imports JAX too
 
     complete = dataclasses.asdict(LoRA(**dict(fields)))
     return str(sorted((name, list(x) if isinstance(x, tuple) else x) for name, x in complete.items()))
@@ -73,6 +76,8 @@ def describe(differing: Mapping[str, Sequence[Any]]) -> str:
 def decided(stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return the stored `decides` of a run, with pairs spelled like those of `loss_settings` and `build`."""
     settings = dict(stored.get("decides", {}))
+    if settings:
+        settings.setdefault("lr_schedule", "cosine")  # the only one before 1.0
     for name, option in {"rate_scale": "rate_scale", "model_config.fields": "model_config"}.items():
         if settings.get(name):
             read = read_fields(TrainConfig, {option: settings[name]})[option]

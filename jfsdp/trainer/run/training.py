@@ -145,7 +145,7 @@ class Run:
         self.display.facts({name: text for name, text in facts.items() if text})
         for warning in advise(layout):
             self.say(f"note: {warning}")
-        if config.steps > (decay_steps := parts.decides["decay_steps"]):
+        if config.steps > (decay_steps := parts.decides["decay_steps"]) and config.lr_schedule != "constant":
             self.say(f"note: the learning rate stays at its floor after step {decay_steps}; see --decay-steps")
 
     def _train(self, decides: dict[str, Any]) -> None:

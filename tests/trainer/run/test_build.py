@@ -36,6 +36,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"model_config": (*CONFIG.model_config, "stacked=no")}, "LlamaConfig.stacked='no'"),
     ({"batch_per_device": 3, "accumulate": 2}, "--batch-per-device 3..--accumulate 2"),
     ({"warmup": 100}, "warmup=100..decay_steps=100"),
+    ({"lr_schedule": "cosin"}, "lr_schedule='cosin'..'cosine'..linear, wsd, constant"),
+    ({"optimizer": "sgd", "beta2": 0.9}, "--beta2 0.9..sgd..--momentum"),
+    ({"eps": -1.0}, "eps=-1.0"),
     ({"learning_rate": -1.0}, "learning_rate=-1.0"),
     ({"frozen": ("head",)}, "frozen 'head'..embed.embedding"),
     ({"sync": "last", "program": "xla", "accumulate": 2, "batch_per_device": 2}, "sync='last'..program='xla'"),
@@ -73,6 +76,32 @@ def test_a_prolonged_run_keeps_the_schedule_that_it_began_with():
 def test_the_schedule_rises_to_the_peak_and_falls_to_the_floor():
     schedule = make_schedule(2.0, 4, 20, 0.1)
     assert [round(float(schedule(n)), 6) for n in (0, 1, 4, 20, 99)] == [0.4, 0.8, 2.0, 0.2, 0.2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup", "steps", "rates"),
+    [
+        ("cosine", 4, 20, {0: 0.4, 4: 2.0, 12: 1.1, 20: 0.2, 99: 0.2}),
+        ("linear", 4, 20, {0: 0.4, 3: 1.6, 4: 2.0, 12: 1.1, 16: 0.65, 20: 0.2, 99: 0.2}),
+        ("linear", 0, 10, {0: 2.0, 5: 1.1, 10: 0.2}),
+        ("wsd", 4, 100, {0: 0.4, 4: 2.0, 90: 2.0, 95: 1.1, 100: 0.2, 999: 0.2}),
+        ("wsd", 98, 100, {97: 1.979798, 98: 2.0, 99: 1.1, 100: 0.2}),
+        ("wsd", 0, 5, {0: 2.0, 4: 2.0, 5: 0.2}),
+        ("constant", 4, 20, {0: 0.4, 4: 2.0, 99: 2.0}),
+    ],
+)
+def test_every_schedule_has_a_warmup_and_the_floor_at_its_end(kind, warmup, steps, rates):
+    schedule = make_schedule(2.0, warmup, steps, 0.1, kind)
+    assert {n: round(float(schedule(n)), 6) for n in rates} == rates
+
+
+def test_a_run_gets_the_schedule_and_the_optimizer_of_its_options():
+    parts = build(changed(CONFIG, lr_schedule="constant", optimizer="sgd", learning_rate=0.5, warmup=0), {})
+    assert float(parts.schedule(99)) == 0.5 and parts.decides["lr_schedule"] == "constant"
+    tree = parts.model.model.tree
+    grads = tree.build({x.path: np.ones(x.shape, np.float32) for x in parts.model.layout.leaves})
+    updates, _ = parts.tx.update(grads, parts.tx.init(grads), grads)
+    assert {float(np.ravel(x)[0]) for x in jax.tree.leaves(updates)} == {-0.5}
 
 
 def test_a_false_field_of_the_model_is_false_and_a_row_without_tokens_is_one_item():

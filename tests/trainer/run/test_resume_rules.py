@@ -24,6 +24,12 @@ DECIDE = {
     "opt_state_dtype": "bfloat16",
     "ema": 0.9,
     "rate_scale": ("embed=2",),
+    "optimizer": "muon",
+    "weight_decay": 0.2,
+    "beta1": 0.5,
+    "beta2": 0.5,
+    "eps": 1e-6,
+    "momentum": 0.5,
     "frozen": ("embed",),
     "frozen_dtype": "bfloat16",
     "lora": ("targets=a",),
@@ -32,6 +38,7 @@ DECIDE = {
 CHANGE = {
     "learning_rate": 1.0,
     "min_learning_rate": 0.5,
+    "lr_schedule": "wsd",
     "warmup": 3,
     "decay_steps": 77,
     "max_grad_norm": 2.0,
@@ -115,6 +122,24 @@ def test_one_meaning_has_one_spelling():
     spelled = changed(CONFIG, frozen=("b,a",), mesh="fsdp=2", quantized=("a=int8",))
     other = changed(CONFIG, frozen=("a", "b", "a"), mesh={"fsdp": 2}, quantized={"a": "int8"})
     assert resume_rules.loss_settings(spelled) == resume_rules.loss_settings(other)
+
+
+def test_an_optimizer_is_compared_with_its_defaults():
+    spelled = changed(CONFIG, optimizer="adamw", beta1=0.9, weight_decay=0.1)
+    plain = resume_rules.loss_settings(changed(CONFIG, optimizer="adamw"))
+    assert resume_rules.loss_settings(spelled) == plain and plain["beta2"] == 0.95 and plain["momentum"] is None
+    other = resume_rules.loss_settings(changed(CONFIG, optimizer="adamw", beta1=0.8))
+    assert resume_rules.refused({"decides": plain}, other) == {"beta1": [0.9, 0.8]}
+
+
+def test_a_run_from_before_the_optimizer_was_an_option_continues(whole):
+    new = {"optimizer", "weight_decay", "beta1", "beta2", "eps", "momentum", "lr_schedule"}
+    config = {name: x for name, x in dataclasses.asdict(CONFIG).items() if name not in new}
+    before = {"config": config, "decides": {name: x for name, x in whole.items() if name not in new}}
+    assert not resume_rules.refused(before, whole) and not resume_rules.changed(before, whole, CONFIG)
+    assert not resume_rules.kept(before).keys() & new
+    muon = _decides(optimizer="muon")
+    assert resume_rules.refused(before, whole | muon)["optimizer"] == [None, "muon"]
 
 
 def test_a_removed_option_is_refused_at_another_value_than_its_default(whole):
