@@ -102,13 +102,18 @@ def named_optimizer(options: Any, job: Job, model: ShardedModel, rate: Any) -> o
             raise ValueError(f"{spell(option)} {value:g}: must be at least 0 and below 1; use {defaults[option]:g}")
     if make is None:
         return job.optimizer(rate)
+    if name == "muon" and not any(map(_muon_dims, model.layout.leaves)):
+        raise ValueError(
+            f"--optimizer muon: no unit of job {job.name!r} has a parameter with two dims besides its layer dims; use "
+            "--optimizer adamw, or units= of the layers"
+        )
     decays = job.decay_mask or _by_leaf(model, lambda leaf: len(leaf.shape) - leaf.stacked >= 2)
     return make(rate, decays, _by_leaf(model, _muon_dims), **{**defaults, **given})
 
 
 def _muon_dims(leaf: Leaf) -> Any:
     """Return the dims of a matrix of a unit. Embeddings and heads belong to the root unit."""
-    is_matrix = leaf.unit and len(leaf.shape) - leaf.stacked == 2
+    is_matrix = leaf.trainable and leaf.unit and len(leaf.shape) - leaf.stacked == 2
     return optax.contrib.MuonDimensionNumbers(leaf.stacked, leaf.stacked + 1) if is_matrix else None
 
 
