@@ -158,7 +158,7 @@ def test_a_loss_that_is_no_loss_is_refused(model):
     ("loss", "facts"),
     [
         ("low", ("total is a str", "jfsdp.Loss(")),
-        (jfsdp.Loss(1.0, 1.0, np.ones(3)), ("aux is a ndarray", "a dict")),  # type: ignore[arg-type]
+        (jfsdp.Loss(1.0, 1.0, np.ones(3)), ("aux is an array", "a dict")),  # type: ignore[arg-type]
         (jfsdp.Loss(1.0, 1.0, {1: 1.0}), ("the key 1",)),  # type: ignore[dict-item]
         (jfsdp.Loss(1.0, 1.0, {"parts": {"a": 1.0}}), ("aux['parts']", "a dict")),
     ],
@@ -224,6 +224,17 @@ def test_a_state_of_another_strategy_is_refused(model):
     other = make(strategy="ddp").init(TX)
     with refusing("fsdp=8", "full_shard"):
         model.train_step(token_loss, TX)(other, make_batches(1)[0])
+
+
+@pytest.mark.parametrize("took_steps", [False, True])
+def test_a_state_of_another_optimizer_is_refused_and_the_step_still_works(took_steps):
+    model, batch = fully_shard(Lookup, min_size=20), make_batches(1)[0]
+    step, state = model.train_step(token_loss, ADAM, check_loss=False), model.init(ADAM)
+    for _ in range(took_steps):
+        state, _ = step(state, batch)
+    refuses(lambda: step(model.init(TX), batch), "another optimizer", "the optimizer ()", "one tx")
+    refuses(lambda: step(model.init(optax.chain(ADAM)), batch), "another optimizer", "one tx")
+    step(state, batch)
 
 
 def test_a_state_with_other_frozen_leaves_is_refused_by_their_names(model, tmp_path):

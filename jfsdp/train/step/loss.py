@@ -74,7 +74,8 @@ def as_loss(value: Any) -> Loss:
     given: Any = value if hasattr(value, "total") else Loss(pair[0], 1.0, pair[1])
     extra = getattr(given, "aux", None)
     if not isinstance(extra, Mapping | None):
-        raise TypeError(f"loss_fn: aux is a {type(extra).__name__}; make it a dict of scalars by name")
+        kind = "an array" if hasattr(extra, "shape") else f"a {type(extra).__name__}"
+        raise TypeError(f"loss_fn: aux is {kind}; make it a dict of scalars by name")
     if unnamed := [name for name in extra or {} if not isinstance(name, str)]:
         raise TypeError(f"loss_fn: aux has the key {unnamed[0]!r}; use strings as names of metrics")
     taken = [name for name in extra or {} if name in RESERVED]

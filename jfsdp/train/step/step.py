@@ -60,6 +60,7 @@ class _Cache:
     batch_shape: Any = None
     num_own_rows: dict[str, int] = dataclasses.field(default_factory=dict)
     is_checked: bool = False
+    roles: Any = None
     jitted: Any = None
 
 
@@ -346,6 +347,9 @@ class TrainStep(BatchStep):
         return jax.tree.map(place, batch)
 
     def _compile_for(self, state: TrainState) -> Any:
+        if self._cache.roles is not state.roles:  # steps keep it
+            self._optimizer.check_state(state.opt_state)
+            self._cache.roles = state.roles
         if self._cache.jitted is None:
             shardings = state_shardings(self.layout, self.mesh, state)
             whole = NamedSharding(self.mesh, PartitionSpec())

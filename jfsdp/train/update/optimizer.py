@@ -85,7 +85,7 @@ class ShardedOptimizer:
         Raises:
           ValueError: for the state of another optimizer; lists the differences.
         """
-        _check_state(self.tree, self.roles, state)
+        self.check_state(state)
         logical = self.tree.build(self._unpad_all(grads)), self.tree.build(self._unpad_all(params))
         state = self.roles.map(self._unpad_state, state)
         with model_of_update(self.engine, self.tree):
@@ -93,6 +93,21 @@ class ShardedOptimizer:
         by_path = self.engine.layout.by_path
         padded = {path: pad(self.engine, by_path[path], x) for path, x in self.tree.by_name(updates).items()}
         return padded, self.roles.map(self._pad_state, state)
+
+    def check_state(self, state: Any) -> None:
+        """Check that a state is one of this optimizer.
+
+        Raises:
+          ValueError: for the state of another optimizer; lists the differences.
+        """
+        trees = state, self.abstract[0]
+        found, wanted = ({array_name(self.tree, at): x.shape for at, x in jax.tree.leaves_with_path(t)} for t in trees)
+        differing = sorted(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
+        if not differing and jax.tree.structure(trees[0]) == jax.tree.structure(trees[1]):
+            return
+        shown = [f"{n}: the state has {found.get(n)}, the optimizer {wanted.get(n)}" for n in differing[:4]]
+        what = f"; {len(differing)} arrays differ ({'; '.join(shown)})" if differing else ""
+        raise ValueError(f"the state is of another optimizer than this step{what}; pass init and train_step one tx")
 
     def check(self, extra: Mapping[str, Any] | None = None) -> tuple[Move, ...]:
         """Check that a transformation can run in a step, before compilation; return its movements (`by_matrix`).
@@ -114,9 +129,7 @@ class ShardedOptimizer:
             warn_of_products(self.engine, self.tree, jaxpr, shapes)
             self.tree.by_name(updates)
             if jax.tree.structure(after) != jax.tree.structure(self.abstract[0]):
-                raise ValueError(
-                    "the structure of its state after an update differs from tx.init (as with optax.monitor)"
-                )
+                raise ValueError("the structure of its state changes in an update (as with optax.monitor)")
             ignored = [name for name in extra or () if self._ignores(name, extra or {})]
         if ignored:
             raise ValueError(f"apply_gradients: this tx does not use {ignored[0]}=; remove it")
@@ -197,18 +210,6 @@ def _recorded_averages() -> Iterator[list[Any]]:
         yield _RECORDS[-1]
     finally:
         _RECORDS.pop()
-
-
-def _check_state(tree: ParamTree, roles: Roles, state: Any) -> None:
-    wanted = {role.name: role.stored_shape for role in roles.arrays}
-    found = {array_name(tree, path): tuple(x.shape) for path, x in jax.tree_util.tree_leaves_with_path(state)}
-    differing = sorted(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
-    if differing:
-        shown = [f"{n}: the state has {found.get(n)}, the optimizer {wanted.get(n)}" for n in differing[:4]]
-        raise ValueError(
-            f"the state is of another optimizer than this step; {len(differing)} arrays differ ({'; '.join(shown)}); "
-            "pass init and train_step the same tx"
-        )
 
 
 @contextlib.contextmanager
