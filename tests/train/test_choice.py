@@ -13,7 +13,8 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.layout.mesh import make_abstract_mesh
-from tests.refusals import refuses
+from jfsdp.train.step import resolve
+from tests.refusals import refuses, warning
 from tests.sharding import fully_shard
 
 TX = optax.adam(1e-3)
@@ -251,6 +252,12 @@ EXCESS = {
 }
 
 
+@pytest.fixture
+def tiny_counts(monkeypatch):
+    monkeypatch.setattr(resolve, "EXCESS_BYTES", 0)
+
+
+@pytest.mark.usefixtures("tiny_counts")
 @pytest.mark.parametrize("name", EXCESS)
 def test_what_a_scalar_costs_is_said_once(name):
     source, mesh, options, config, words = EXCESS[name]
@@ -263,6 +270,22 @@ def test_what_a_scalar_costs_is_said_once(name):
     decide(source, scalar, mesh, options, config | {"program": "xla"})  # who asks for it knows
 
 
+@pytest.mark.parametrize("hidden", [16, 1 << 16])
+def test_a_few_bytes_more_are_not_worth_a_warning(hidden):
+    step = step_of(lambda rngs: Net(rngs, hidden), scalar, EIGHT, {"strategy": "zero1"}, AGAIN)
+    with warnings.catch_warnings() if hidden == 16 else warning("jfsdp.Loss"):
+        warnings.simplefilter("error" if hidden == 16 else "always")
+        step.resolve(BATCH)
+
+
+@pytest.mark.usefixtures("tiny_counts")
+def test_a_model_whose_state_depends_on_rows_is_not_told_to_return_a_loss():
+    assert decide(Counted, scalar, GROUPS, {}, AGAIN).program == "xla"
+    error = refuses(lambda: decide(Counted, scalar, EIGHT, {}, {"prefetch": 0}), "prefetch=0", "remove prefetch=0")
+    assert "jfsdp.Loss" not in str(error)
+
+
+@pytest.mark.usefixtures("tiny_counts")
 def test_the_excess_is_that_of_the_list_of_movements():
     """Sums in each of two microbatches: 2 all-reduces of P for the gather and scatter of zero1's one."""
     step = step_of(Net, scalar, EIGHT, {"strategy": "zero1"}, AGAIN)

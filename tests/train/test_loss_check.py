@@ -14,7 +14,7 @@ import jfsdp
 from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.loss_check import allowed_error, same_bits
 from tests.models_small import Lookup, linear, make_batches, token_loss
-from tests.refusals import refuses, warning
+from tests.refusals import refuses
 from tests.steps import fully_shard
 from tests.thin import thin
 
@@ -127,12 +127,6 @@ def test_a_weight_of_the_whole_batch_is_not_counted_in_every_microbatch():
     np.testing.assert_allclose(ones["loss"], twos["loss"], rtol=1e-5)
 
 
-def told_of_bytes(is_scalar):
-    if is_scalar:
-        return warning("the loss is a scalar", " times the bytes")
-    return contextlib.nullcontext()
-
-
 # The scalars with the tests are those of one way under each program.
 LOSSES = [
     *((way, contrastive, is_scalar, way in QUICK and not is_scalar) for way in WAYS for is_scalar in (False, True)),
@@ -154,8 +148,7 @@ def test_a_loss_is_that_of_one_device_or_is_refused(way, loss, is_scalar):
         )
         refuses(lambda: step(state, BATCH), *facts)
         return
-    with told_of_bytes(is_scalar):
-        _, metrics = step(state, BATCH)
+    _, metrics = step(state, BATCH)
     np.testing.assert_allclose(metrics["loss"], reference_mean(way, loss), rtol=1e-5)
 
 
@@ -166,7 +159,6 @@ def test_a_coupled_loss_is_refused_whose_value_agrees_at_the_first_weights(way):
     refused(step, state, "changed a little", batch=batch)
 
 
-@pytest.mark.filterwarnings("ignore:the loss is a scalar")
 def test_what_a_refusal_advises_gives_the_number_of_one_device():
     step, state = step_for("full_shard", contrastive)
     refused(step, state, "return the scalar mean", "return mean, aux")

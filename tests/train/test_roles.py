@@ -116,7 +116,6 @@ def test_placing_roles_anew_is_deciding_them_in_the_other_layout():
     assert place(layout(), roles) == roles and hash(place(layout(), roles)) == hash(roles)
 
 
-@pytest.mark.filterwarnings("ignore:the loss is a scalar")  # and a weight is padded
 def test_a_state_of_another_optimizer_is_refused_with_what_differs():
     model = fully_shard(Leaves, min_size=8)
     state = model.init(optax.sgd(1e-3))

@@ -40,7 +40,8 @@ from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.gradients import Gradients, explain_axis_errors
 from jfsdp.train.step.inspect_loss import LossFn, Survey, first_rows, survey
 
-_EXCESS = 1.05  # ratio of bytes above which a step warns
+EXCESS_BYTES = 2**20  # a step warns if XLA sends so many bytes more per device, and more by this ratio
+_EXCESS = 1.05
 _ALIKE = "the loss draws from random keys that are not in the model's state; each device would draw the same"
 _SCALAR = "the loss is a scalar, so the step is program 'xla'"
 _GATHERS = (
@@ -171,11 +172,11 @@ def _program(layout: Layout, config: StepConfig, found: Survey) -> tuple[str, st
     if config.program == XLA:
         return XLA, "program='xla'"
     if needs:
+        remedy = "" if found.problem else f"{_RETURN_LOSS}, or "
         raise ValueError(
-            f"{needs[0]}: {_SCALAR}, which leaves the collectives to XLA; {_RETURN_LOSS}, or remove "
-            f"{needs[0].partition(' (')[0]}"
+            f"{needs[0]}: {_SCALAR}, which leaves the collectives to XLA; {remedy}remove {needs[0].partition(' (')[0]}"
         )
-    if excess := _excess(layout, config, found):
+    if found.problem is None and (excess := _excess(layout, config, found)):
         warn(f"{_SCALAR}: {excess}; {_RETURN_LOSS}")
     return XLA, "the loss is a scalar"
 
@@ -195,7 +196,7 @@ def _check_rows(layout: Layout, config: StepConfig, reason: str, found: Survey) 
 
 
 def _excess(layout: Layout, config: StepConfig, found: Survey) -> str:
-    """Describe how many more bytes XLA sends than `manual` would, and why; "" up to a ratio of `_EXCESS`."""
+    """Describe how many more bytes XLA sends than `manual` would, and why; "" if it is not much."""
     later = deferred_axes(layout, accumulate=config.accumulate, once=config.syncs_last(layout))
     manual = StepSpec(MANUAL, accumulate=config.accumulate, deferred=later, gathered=config.gathered_units(layout))
     by_manual = movements(layout, manual)
@@ -208,11 +209,13 @@ def _excess(layout: Layout, config: StepConfig, found: Survey) -> str:
             times = config.accumulate * found.num_sums.get(leaf.path, 1)
             dtype, size = layout.reduce_dtype(leaf), layout.num_shards(layout.data_axes)
             num_bytes += Move(leaf, CALL, REDUCE, layout.data_axes, dtype, size, times=times).wire_bytes
-    ratio = num_bytes / max(1.0, sum(move.wire_bytes for move in by_manual))
+    least = max(1.0, sum(move.wire_bytes for move in by_manual))
+    if num_bytes <= max(_EXCESS * least, least + EXCESS_BYTES):
+        return ""
     why = whole.get(max(whole, key=lambda path: math.prod(layout.by_path[path].shape), default=""))
     if later and config.accumulate > 1:
         why = f"it sums over {', '.join(later)} in every microbatch"
-    return f"XLA sends up to {ratio:.2f} times the bytes of program 'manual', because {why}" if ratio > _EXCESS else ""
+    return f"XLA sends up to {num_bytes / least:.2f} times the bytes of program 'manual', because {why}"
 
 
 def _why_whole(layout: Layout, leaf: Leaf, found: Survey) -> str:
