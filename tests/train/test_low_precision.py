@@ -133,7 +133,7 @@ def test_low_precision_is_refused_for_other_dtypes_and_without_parameters():
     with refusing("'float16'", "'bfloat16'"):
         jfsdp.optim.low_precision_state(optax.adam(RATE), "float16")
     tx = jfsdp.optim.low_precision_state(optax.adam(RATE))
-    refuses(lambda: tx.update({}, tx.init({})), "needs the parameters")
+    refuses(lambda: tx.update({}, tx.init({})), "needs parameters")
 
 
 EMA = optax.chain(optax.adam(RATE), jfsdp.optim.track_ema(0.8))
@@ -165,6 +165,25 @@ def test_a_state_with_averages_computes_with_them_and_training_goes_on(strategy,
     np.testing.assert_allclose(evaluate(averaged, 1.0), wanted, rtol=1e-2 if param_dtype else 1e-5)
     step(state, make_batches(1, rows=24)[0])
     assert not any(x.is_deleted() for x in jax.tree.leaves((averaged.params, averaged.work)))
+
+
+@pytest.mark.parametrize(("strategy", "param_dtype"), [("full_shard", None), ("zero1", "bfloat16")])
+def test_a_schedule_free_state_is_evaluated_with_its_averages(strategy, param_dtype):
+    tx = optax.contrib.schedule_free_sgd(RATE, b1=0.8)
+    model = make(strategy=strategy, mp_policy=jfsdp.MixedPrecisionPolicy(param_dtype))
+    step, state = model.train_step(mean_loss, tx, check_loss=False), model.init(tx)
+    for batch in make_batches(3, rows=24):
+        state, _ = step(state, batch)
+    averaged = jfsdp.optim.with_ema(state)
+    for name in state.params:
+        z, y, x = (
+            np.asarray(jfsdp.checkpoint.gather_leaf(*of))
+            for of in ((state, f"opt_state.z.{name}"), (state, name), (averaged, name))
+        )
+        assert name == "head.bias" or not np.array_equal(x, y)
+        np.testing.assert_allclose(x, (y - 0.2 * z) / 0.8, rtol=1e-5, atol=1e-6)
+    for x, y in zip(jax.tree.leaves(averaged), jax.tree.leaves(state), strict=True):
+        assert (x.shape, x.dtype, x.sharding) == (y.shape, y.dtype, y.sharding)
 
 
 def mean_loss(model: Any, batch: Any) -> jax.Array:

@@ -69,6 +69,8 @@ def _dtype(param: Any) -> Any:
 def with_ema(state: TrainState) -> TrainState:
     """Return a state with the averages of `track_ema` instead of the parameters, for evaluation.
 
+    With `optax.contrib.schedule_free`, these are the parameters of `optax.contrib.schedule_free_eval_params`.
+
     The input state is unchanged: continue training with it. If `track_ema` is inside a mask or a partition, leaves
     without an average keep their parameters.
 
@@ -81,16 +83,17 @@ def with_ema(state: TrainState) -> TrainState:
       ValueError: if the optimizer keeps no averages, or more than one set of them.
     """
     check_live("with_ema", state)
-    is_ema = lambda x: isinstance(x, TrackEmaState)  # noqa: E731
+    is_ema = lambda x: isinstance(x, TrackEmaState | optax.contrib.ScheduleFreeState)  # noqa: E731
+    arrays = lambda x: jax.tree.leaves(x.ema if isinstance(x, TrackEmaState) else x.z)  # noqa: E731
     trees = (state.roles.map(lambda role, _: role.leaf or "", state.opt_state), state.opt_state)
     names, found = ([x for x in jax.tree.leaves(tree, is_leaf=is_ema) if is_ema(x)] for tree in trees)
     if len(found) != 1:
         raise ValueError(
             f"with_ema: the optimizer has {len(found)} sets of averages; put exactly one jfsdp.optim.track_ema(decay) "
-            "at the end of its optax.chain"
+            "at the end of its optax.chain, or use optax.contrib.schedule_free without it"
         )
-    averages = dict(zip(jax.tree.leaves(names[0]), jax.tree.leaves(found[0]), strict=True))
-    params, work = _placer(state.layout, state.mesh)(state.params, averages)
+    averages = dict(zip(arrays(names[0]), arrays(found[0]), strict=True))
+    params, work = _placer(state.layout, state.mesh)(state.params, averages, getattr(found[0], "b1", None))
     return dataclasses.replace(state, params=params, work=work)
 
 
@@ -102,8 +105,12 @@ def _placer(layout: Layout, mesh: Any) -> Any:
     return jax.jit(functools.partial(_place, XlaEngine(layout, mesh)), out_shardings=(params, work))
 
 
-def _place(engine: XlaEngine, params: dict[str, Any], ema: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    here = jax.tree.map(to_device, params | ema)
+def _place(
+    engine: XlaEngine, params: dict[str, Any], averages: dict[str, Any], b1: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    params, averages = jax.tree.map(to_device, (params, averages))
+    if b1 is not None:  # see `optax.contrib.schedule_free_eval_params`
+        averages = {path: (params[path] - (1 - b1) * z) / b1 for path, z in averages.items()}
     # Without the copy, a jitted identity returns the buffers of the optimizer's state. Averages may have another dtype.
-    stored = {path: jnp.copy(x).astype(engine.layout.by_path[path].dtype) for path, x in here.items()}
+    stored = {path: jnp.copy(x).astype(engine.layout.by_path[path].dtype) for path, x in (params | averages).items()}
     return stored, make_work(engine, stored)

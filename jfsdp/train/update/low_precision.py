@@ -58,9 +58,7 @@ def low_precision_state(
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, LowPrecisionState]:
         if params is None:
-            raise ValueError(
-                "low_precision_state: its update needs the parameters; call tx.update(grads, state, params)"
-            )
+            raise ValueError("low_precision_state: its update needs parameters; call tx.update(grads, state, params)")
         low = _is_low(tx, params)
         wide = jax.tree.map(lambda x, is_low: x.astype(jnp.float32) if is_low else x, state.inner, low)
         updates, wide = optax.with_extra_args_support(tx).update(updates, wide, params, **extra)
