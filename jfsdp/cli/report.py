@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from jfsdp.plan.search.search import Candidate, Search
 
 GB, GIB = 1e9, 2**30
+_SIZES = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
+_SENT = {"GB": GB, "MB": 1e6, "kB": 1e3}
+_TIMES = {"ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 
 
 def print_plan(
@@ -40,10 +43,8 @@ def print_plan(
         console.print(table)
         if below:
             console.print(below)
-    for one in plan.ledger.unknown:
-        console.print(
-            f"belongs to no parameter: {one.kind} {one.dtype} {one.total_bytes / GB:.3f} GB {short(one.source)}"
-        )
+    for x in plan.ledger.unknown:
+        console.print(f"belongs to no parameter: {x.kind} {x.dtype} {x.total_bytes / GB:.3f} GB {short(x.source)}")
     print_advice(console, advice, plan.limit_bytes, plan.cluster.nodes, plan.limit_bytes - plan.needed_bytes)
     if verbose:
         console.print(f"\nXLA options (compiled in {plan.compiled.compile_s:.1f} s)")
@@ -68,10 +69,11 @@ def print_advice(console: Any, advice: Sequence[Advice], limit_bytes: int, nodes
     fits = any(one.needed_bytes <= limit_bytes for one in advice if "nodes" not in one.changes)
     title = "to make it fit" if fits else f"no option fits on {nodes} node{'s' * (nodes > 1)}"
     title = f"to use {show_bytes(free_bytes)} of free memory" if free_bytes > 0 else title
-    table = make_table(title, "about GiB", "what changes", right=("about GiB",))
+    unit, size = _unit(min(one.needed_bytes for one in advice), _SIZES)
+    table = make_table(title, f"about {unit}", "what changes", right=(f"about {unit}",))
     for one in advice:
         options = [f"{spell(name)} {write(value)}" for name, value in one.changes.items()]
-        table.add_row("\n".join(options), f"{one.needed_bytes / GIB:.1f}", one.parts)
+        table.add_row("\n".join(options), f"{one.needed_bytes / size:.1f}", one.parts)
     console.print()
     console.print(table)
 
@@ -104,9 +106,10 @@ def _facts(plan: Plan, job: StepOptions, training: Training | None, verbose: boo
         state, node = show_bytes(plan.state.host_total), show_bytes(host * plan.cluster.gpus_per_node)
         rows["host memory"] = f"{node} per node; {show_bytes(host)} per GPU, {state} of it state"
     compared = "; not compared with runs on this GPU or mesh"
+    unit, size = ("s", 1.0) if plan.step_s >= 0.01 else _unit(plan.step_s, _TIMES)
     if found := plan.step_range_s:
-        compared = f"; {found[0]:.2f} to {found[1]:.2f} s by the spread of published runs (90%)"
-    rows["step"] = f"{plan.step_s:.3f} s{compared}"
+        compared = f"; {found[0] / size:.2f} to {found[1] / size:.2f} {unit} by the spread of published runs (90%)"
+    rows["step"] = f"{plan.step_s / size:.3f} {unit}{compared}"
     mfu = "" if plan.mfu is None else f", MFU {plan.mfu:.1%}"
     if mfu and plan.mfu_causal not in (None, plan.mfu):
         mfu += f" ({plan.mfu_causal:.1%} with causal attention)"
@@ -140,8 +143,8 @@ def print_inference(plan: Any) -> None:
     rows["memory"] = f"weights {show_bytes(plan.weight_bytes)}, cache {show_bytes(plan.cache_bytes)}, by formula"
     rows["inputs"] = f"{show_bytes(plan.token.argument_bytes)}, as compiled"
     for name, program in (("one token", plan.token), ("prompts", plan.prompts)):
-        sent, ms = f"sends {program.wire_bytes / GB:.3f} GB", f"{program.seconds * 1000:.1f} ms"
-        rows[name] = f"needs {show_bytes(program.needed_bytes)}, {sent}, {ms}"
+        sent, time = _show(program.wire_bytes, _SENT, 3), _show(program.seconds, _TIMES, 1)
+        rows[name] = f"needs {show_bytes(program.needed_bytes)}, sends {sent}, {time}"
     rows["throughput"] = f"{plan.tokens_per_s:,.0f} tokens/s per GPU after the prompts; not compared with runs"
     print_facts(console, rows)
 
@@ -151,7 +154,18 @@ def short(place: str) -> str:
     return re.sub(r"\S*/site-packages/", "", place).replace(f"{Path.cwd()}/", "")
 
 
-_NUMBERS = ("about GiB", "GiB", "share", "times", "GB sent", "formula", "ms", "tokens/s/GPU", "rows/s/GPU", "MFU")
+def _unit(value: float, units: Mapping[str, float]) -> tuple[str, float]:
+    """Return the first unit of which a value has at least 1, with its size; the last unit if there is none."""
+    return next((one for one in units.items() if value >= one[1]), [*units.items()][-1])
+
+
+def _show(value: float, units: Mapping[str, float], decimals: int) -> str:
+    unit, size = _unit(value, units)
+    return f"{value / size:.{decimals}f} {unit}"
+
+
+_NUMBERS = ("share", "times", "formula", "tokens/s/GPU", "rows/s/GPU", "MFU", *_SIZES, *_TIMES)
+_NUMBERS += tuple(f"{unit} sent" for unit in _SENT)
 
 
 def _table(*columns: str) -> Any:
@@ -159,19 +173,19 @@ def _table(*columns: str) -> Any:
 
 
 def _memory(plan: Plan, verbose: bool) -> Any:
-    memory = plan.memory
-    table = _table("memory at the peak", "GiB", "share", *["largest buffers"] * verbose)
+    memory, (unit, scale) = plan.memory, _unit(plan.needed_bytes, _SIZES)
+    table = _table("memory at the peak", unit, "share", *["largest buffers"] * verbose)
     names: dict[str, list[str]] = {}
     for part, name, count, size in largest_buffers(memory, 40):
-        names.setdefault(part, []).append(f"{name}{f' x{count}' if count > 1 else ''} {size / GIB:.2f}")
+        names.setdefault(part, []).append(f"{name}{f' x{count}' if count > 1 else ''} {size / scale:.2f}")
     rows = {**memory.parts, "fragmentation": memory.fragmentation_bytes}
     for part, size in sorted(rows.items(), key=lambda row: -row[1]):
-        if size >= 2**20:
+        if size >= min(2**20, plan.needed_bytes / 1000):
             largest = ", ".join(names.get(part, [])[:2])
-            table.add_row(part, f"{size / GIB:.3f}", f"{size / plan.needed_bytes:.1%}", *[largest] * verbose)
-    table.add_row("total", f"{plan.needed_bytes / GIB:.3f}", "100.0%", *[short(memory.moment)] * verbose)
+            table.add_row(part, f"{size / scale:.3f}", f"{size / plan.needed_bytes:.1%}", *[largest] * verbose)
+    table.add_row("total", f"{plan.needed_bytes / scale:.3f}", "100.0%", *[short(memory.moment)] * verbose)
     if memory.host_bytes:
-        table.add_row("host memory per GPU", f"{memory.host_bytes / GIB:.3f}", "")
+        table.add_row("host memory per GPU", f"{memory.host_bytes / scale:.3f}", "")
     return table
 
 
@@ -179,7 +193,8 @@ def _communication(plan: Plan, verbose: bool) -> Any:
     """Return a table with a row per kind of collective; if verbose, also per unit, with the bytes by formula."""
     from jfsdp.plan.traffic.ledger import OWN
 
-    numbers = ["GB sent", *["formula"] * verbose]
+    unit, scale = _unit(plan.ledger.wire_bytes, _SENT)
+    numbers = [f"{unit} sent", *["formula"] * verbose]
     table = _table("communication", "collective", "dtype", "axes", "times", *numbers, "nodes")
     table.columns[1].no_wrap, table.padding = True, (0, 2 - verbose, 0, 0)
     rows: dict[tuple[str, ...], list[float]] = {}
@@ -191,10 +206,10 @@ def _communication(plan: Plan, verbose: bool) -> Any:
         counts = rows.setdefault(key, [0, 0.0, 0.0])
         rows[key] = [sum(pair) for pair in zip(counts, (row.count, row.measured_bytes, row.expected_bytes))]
     for (*key, place), (count, *sizes) in rows.items():
-        if max(sizes) >= _MIN_SENT_BYTES:
-            table.add_row(*key, f"{count}", *(f"{size / GB:.3f}" for size in sizes[: len(numbers)]), place)
+        if max(sizes) >= min(_MIN_SENT_BYTES, plan.ledger.wire_bytes / 1000):
+            table.add_row(*key, f"{count}", *(f"{size / scale:.3f}" for size in sizes[: len(numbers)]), place)
     sizes = [plan.ledger.wire_bytes, plan.ledger.wire_bytes_theory + plan.ledger.own_bytes_theory]
-    table.add_row("total", "", "", "", "", *(f"{size / GB:.3f}" for size in sizes[: len(numbers)]))
+    table.add_row("total", "", "", "", "", *(f"{size / scale:.3f}" for size in sizes[: len(numbers)]))
     return table
 
 
@@ -212,15 +227,15 @@ _MIN_SENT_BYTES = 1e5  # of a printed row
 
 
 def _time(plan: Plan) -> Any:
-    clock = plan.timeline
-    table = _table("time of a step", "ms", "share")
+    clock, (unit, scale) = plan.timeline, _unit(plan.timeline.step_s, _TIMES)
+    table = _table("time of a step", unit, "share")
     for name, seconds in clock.critical.items():
-        if seconds >= 5e-5 or name == "exposed_s":
-            table.add_row(_CLOCK[name], f"{seconds * 1e3:.1f}", f"{seconds / clock.step_s:.1%}")
-    table.add_row("total", f"{clock.step_s * 1e3:.1f}", "100.0%")
+        if seconds >= min(5e-5, clock.step_s / 1000) or name == "exposed_s":
+            table.add_row(_CLOCK[name], f"{seconds / scale:.1f}", f"{seconds / clock.step_s:.1%}")
+    table.add_row("total", f"{clock.step_s / scale:.1f}", "100.0%")
     for link, seconds in plan.link_s.items():
         if seconds:
-            table.add_row(f"sending over {link}", f"{seconds * 1e3:.1f}", "")
+            table.add_row(f"sending over {link}", f"{seconds / scale:.1f}", "")
     if clock.overlapped_share is not None:
         table.add_row("bytes in loops, sent during compute", "", f"{clock.overlapped_share:.1%}")
     return table
@@ -239,17 +254,19 @@ _CLOCK = {
 def print_search(search: Search) -> None:
     """Print the planned candidates of a search, the reasons why others were not planned, and the best."""
     console = make_console()
-    table = _table("mesh and changed options", "GiB", f"{search.item}s/s/GPU", "MFU", "ms", "")
+    planned = [one for one in search.tried if one.is_planned]
+    size_unit, size = _unit(max((one.needed_bytes for one in planned), default=GIB), _SIZES)
+    time_unit, time = _unit(max((one.step_s for one in planned), default=1.0), _TIMES)
+    table = _table("mesh and changed options", size_unit, f"{search.item}s/s/GPU", "MFU", time_unit, "")
     table.columns[0].max_width = _LABEL_WIDTH
     front = set(map(id, search.front))
-    for one in search.tried:
-        if one.is_planned:
-            mark = "best" if one is search.best else "front" if id(one) in front else "" if one.fits else "too large"
-            mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
-            rate, ms = f"{one.items_per_s:,.0f}", f"{one.step_s * 1e3:.0f}"
-            sizes = ",".join(f"{axis}={size}" for axis, size in one.mesh.items())
-            others = [word for word in _short_label(one).split() if not word.startswith("mesh=")]
-            table.add_row(" ".join([sizes, *others]), f"{one.needed_bytes / GIB:.1f}", rate, mfu, ms, mark)
+    for one in planned:
+        mark = "best" if one is search.best else "front" if id(one) in front else "" if one.fits else "too large"
+        mfu = "" if one.mfu is None else f"{one.mfu:.1%}"
+        sizes = ",".join(f"{axis}={num}" for axis, num in one.mesh.items())
+        others = [word for word in _short_label(one).split() if not word.startswith("mesh=")]
+        numbers = f"{one.needed_bytes / size:.1f}", f"{one.items_per_s:,.0f}", mfu, f"{one.step_s / time:.0f}"
+        table.add_row(" ".join([sizes, *others]), *numbers, mark)
     console.print(search.title)
     console.print(table)
     for line in _not_planned(search):
@@ -258,7 +275,6 @@ def print_search(search: Search) -> None:
         console.print(search.advice)
         return
     gain = "the given options do not fit" if search.gain is None else f"{search.gain:.2f}x as fast as the given options"
-    planned = [one for one in search.tried if one.is_planned]
     of = "" if search.is_complete else f" of {len(planned)} planned candidates"
     console.print(f"best{of}: {search.best.label}")
     console.print(f"{gain}; {len(planned)} of {len(search.tried)} candidates planned in {search.elapsed_s:.0f} s")
@@ -293,15 +309,15 @@ def _not_planned(search: Search) -> Iterator[str]:
 def print_estimate(estimate: dict[str, Any], cluster: Cluster, advice: Sequence[Advice] = ()) -> None:
     """Print an estimate without compilation: the state, and bounds of communication and time."""
     console, limit, state = make_console(), estimate["limit_bytes"], estimate["state_bytes"]
-    ms = {name: f"{(estimate[name] or 0.0) * 1e3:.1f} ms" for name in ("wire_s", "compute_s", "step_s_at_least")}
+    times = {name: _show(estimate[name] or 0.0, _TIMES, 1) for name in ("wire_s", "compute_s", "step_s_at_least")}
     print_fit(console, state, limit, "THE STATE FITS")
     facts = {
         "cluster": cluster.describe(),
         "sharding": f"{estimate['strategy']}; the largest unit is {show_bytes(estimate['unit_bytes'])} gathered",
         "not counted": "gradients, activations and logits: nothing was compiled",
-        "communication": f"{estimate['wire_bytes_theory'] / GB:.3f} GB per step by formula, {ms['wire_s']}",
-        "compute": f"{ms['compute_s']} per step at the datasheet's peak",
-        "step": f"at least {ms['step_s_at_least']}: a bound, not a prediction",
+        "communication": f"{_show(estimate['wire_bytes_theory'], _SENT, 3)} per step by formula, {times['wire_s']}",
+        "compute": f"{times['compute_s']} per step at the datasheet's peak",
+        "step": f"at least {times['step_s_at_least']}: a bound, not a prediction",
     }
     print_facts(console, facts)
     print_advice(console, advice, limit, cluster.nodes)

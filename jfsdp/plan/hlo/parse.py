@@ -123,9 +123,7 @@ def parse_module(text: str) -> Module:
     stacks = _stacks(lines)
     bodies, entry = _split(lines)
     if entry is None:
-        raise ValueError(
-            f"{header[:80]!r}: no computation is marked ENTRY; is the text cut off, or from another version?"
-        )
+        raise ValueError(f"{header[:80]!r}: no computation is marked ENTRY; is the text cut off or of another version?")
     computations = {
         name: Computation(name, tuple(_instruction(i, line, stacks) for i, line in enumerate(body)))
         for name, body in bodies.items()
