@@ -245,7 +245,8 @@ def test_a_job_with_data_of_its_own_reports_rows_and_accuracy_and_resumes_bit_fo
     assert summary["eval_correct"] == evaluated[-1]["eval_correct"]
     assert not (whole / "sample.txt").exists(), "a job with custom data writes no text"
     assert "data of job 'vit'" in done.stdout and "32 rows per step" in done.stdout
-    assert f"nats per row, accuracy {100 * summary['eval_correct']:.2f} %" in done.stdout
+    assert f" {summary['eval_loss']:.4f}, accuracy {100 * summary['eval_correct']:.2f} %" in done.stdout
+    assert "nats" not in done.stdout, "its loss has no known unit"
     assert "rows/s" in done.stdout and "tokens" not in done.stdout
     for steps, resume in ((10, []), (15, ["--resume"])):
         done = train(*options, "--steps", steps, "--run-dir", parted, *resume)

@@ -37,6 +37,7 @@ FIRST, ANSWER, SECOND, LAST = MESSAGES = TWO_TURNS["messages"]
 LAST["thoughts"] = "hm"
 OF_WEIGHT_0 = {"messages": [FIRST, ANSWER | {"weight": 0}, SECOND, LAST]}
 PROMPTED = {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}
+CRITIC = {"messages": [FIRST, {"role": "critic", "content": "no"}, ANSWER]}
 PARTS = {"role": "user", "content": [{"type": "text", "text": "Hi"}, {"type": "text", "text": " é"}]}
 # A special token inside the marks, as of tools or thoughts, and the stop token outside.
 MARKED_INSIDE = MARKED.replace("{% generation %}", "{% generation %}[INST]hm[/INST]")
@@ -220,6 +221,7 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
         ([chat("a", "b")], "{{ strftime_now('%Y') }}", {}, ["strftime_now"]),
         ([chat("a", "b"), chat("a", roles="u")], CHATML, {}, ["line 2", "assistant", "roles: user"]),
         ([chat("a", "b", "c", roles="uta")], LLAMA3, {}, ["line 1", "no role tool"]),
+        ([chat("a", "b"), CRITIC], CHATML, {}, ["line 2", "message 2", "'critic'", "system, user, assistant, tool"]),
         ([chat("a", "b", "c", roles="sua")], MISTRAL, {}, ["line 1", "leaves out message 1", "system"]),
         ([{**chat("a", "b"), "tools": [{"name": END}]}], CHATML, {}, ["field tools", END]),
         ([{"prompt": "x", "chosen": MESSAGES[:2], "rejected": chat("Hi é", "c")["messages"]}], CHATML, {}, ["prompt"]),
@@ -245,6 +247,10 @@ def test_several_sources_are_taken_by_their_weights_and_go_on_where_they_were(tm
 )
 def test_what_cannot_be_trained_on_is_refused_with_its_line(tmp_path, records, template, options, expected):
     refuses(lambda: opened(tmp_path, records, template, **options), *expected)
+
+
+def test_a_role_that_the_template_mentions_is_no_invention(tmp_path):
+    assert opened(tmp_path, [CRITIC], "{# critic #}" + CHATML).train[0].size
 
 
 def test_a_template_that_loops_is_given_up(tmp_path, monkeypatch):

@@ -195,7 +195,7 @@ def test_pairs_with_messages_next_to_them_are_told_what_to_take_out(tmp_path):
     write_jsonl(path, [{"chosen": chosen, "rejected": rejected, "messages": chosen}] * 3)
     refuses(lambda: PairSource(config, job, 64), "remove messages")
     write_jsonl(path, [{"chosen": chosen, "rejected": rejected}] * 3)
-    PairSource(config, job, 64)
+    assert "1.5 steps per epoch" in PairSource(config, job, 64).describe_batch(2)
 
 
 SHAREGPT = {

@@ -62,9 +62,7 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except load("jinja2").TemplateError as error:
-            raise ValueError(
-                f"chat template {name}: is not valid jinja ({error}); repair it, or name another"
-            ) from error
+            raise ValueError(f"chat template {name} is not valid jinja ({error}); repair it or name another") from error
 
     def given(self, tools: Any) -> ChatTemplate:
         """Return the template for a conversation with these tools (None: without), chosen as in transformers."""
@@ -72,8 +70,11 @@ class ChatTemplate:
 
     def unnamed(self, messages: Sequence[Message]) -> set[str]:
         """Return the fields of messages that the template does not mention, and so does not render."""
-        fields = {name for one in messages for name in one} - OWN
-        return {name for name in fields if not re.search(rf"\b{re.escape(name)}\b", self._source)}
+        return {name for one in messages for name in one if name not in OWN and not self.mentions(name)}
+
+    def mentions(self, word: str) -> bool:
+        """Return whether the source has a word."""
+        return re.search(rf"\b{re.escape(word)}\b", self._source) is not None
 
     @functools.cached_property
     def takes_text(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jfsdp.trainer.data.chat import ChatTemplate, Span
-from jfsdp.trainer.data.messages import Message, find_cut, marked, strings_of
+from jfsdp.trainer.data.messages import ROLES, Message, find_cut, marked, strings_of
 from jfsdp.trainer.data.tokenizer import Tokenizer
 
 
@@ -25,7 +25,8 @@ class Conversation:
       tools: see `read_tools`.
 
     Raises:
-      ValueError: if a text contains a special token, which would forge the end of a turn.
+      ValueError: if a text contains a special token, which would forge the end of a turn, or a role is neither a usual
+        one nor in the template's source.
     """
 
     tokenizer: Tokenizer
@@ -35,6 +36,10 @@ class Conversation:
     tools: list[Any] | None
 
     def __post_init__(self):
+        for number, role in enumerate((one["role"] for one in self.messages), 1):
+            if role not in ROLES and not self.template.mentions(role):
+                known = ", ".join(ROLES)
+                raise ValueError(f"message {number} has role {role!r}, not in the chat template; use one of {known}")
         places = [(f"message {number}", message) for number, message in enumerate(self.messages, 1)]
         for place, value in [*places, ("field tools", self.tools)]:
             for text in strings_of(value):

@@ -26,6 +26,7 @@ _THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 # Fields that a template need not mention.
 OWN = frozenset(("role", "content", "weight", "train", *_THOUGHTS))
 
+ROLES = ("system", "user", "assistant", "tool")
 # Senders of ShareGPT -> roles.
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),

@@ -55,9 +55,7 @@ def read_record(line: bytes, form: str | None, text_field: str | None) -> tuple[
     found = form_of(record, text_field)
     fields = ", ".join(sorted(name for name, value in record.items() if value is not None)) or "no fields"
     if found is None and text_field is not None:
-        raise ValueError(
-            f"no string field {text_field!r} (found: {fields}); name the field of the text with text_field="
-        )
+        raise ValueError(f"no string field {text_field!r} (found: {fields}); name the text's field with text_field=")
     if found is None:
         known = "; ".join(" and ".join(fields) for fields in FORMS.values())
         raise ValueError(

@@ -179,12 +179,12 @@ def closing(close: Callable[[], Any]) -> Callable[..., None]:
     return leave
 
 
-def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], item: str, title: str) -> None:
+def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], unit: str, title: str) -> None:
     """Plot training and evaluation loss over steps.
 
     Args:
       records: lines of metrics.jsonl.
-      item: unit of the losses.
+      unit: unit of the losses; "": unknown.
       title: model and data.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -195,7 +195,7 @@ def save_loss_curve(path: Path, records: Sequence[Mapping[str, Any]], item: str,
     axes = figure.add_subplot()
     _draw(axes, records, "loss", "training loss (batch of the step)", linewidth=1)
     _draw(axes, records, "eval_loss", "evaluation loss (held-out rows)", marker="o", markersize=4)
-    axes.set(title=title, xlabel="step", ylabel=f"loss (nats per {item})")
+    axes.set(title=title, xlabel="step", ylabel=f"loss ({unit})" if unit else "loss")
     axes.locator_params("x", integer=True)
     axes.grid(alpha=0.3)
     axes.legend()

@@ -339,7 +339,7 @@ class Run:
         records = [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
         job = self.parts.job
         title = (job.name if callable(job.data) else f"{job.name} on {self.config.data}").replace("$", r"\$")
-        save_loss_curve(self.run_dir / "loss.png", records, self.source.counted, title)
+        save_loss_curve(self.run_dir / "loss.png", records, self.source.loss_unit, title)
         evaluated = next((one for one in reversed(records) if one.get("eval_loss") is not None), {})
         summary = {
             "steps": steps,
@@ -365,7 +365,7 @@ class Run:
             say(f"stopped by {summary['stopped_by']} after step {summary['steps']}, which is saved; --resume continues")
         if loss is not None:
             after = "" if summary["is_done"] else f" after step {summary['eval_step']}"
-            say(f"held-out loss{after}: {loss:.4f} nats per {self.source.counted}{accuracy(summary)}")
+            say(f"held-out loss{after}: {loss:.4f} {self.source.loss_unit}".rstrip() + accuracy(summary))
         say(f"{summary['total_s']:.0f} s in all; results in {self.run_dir}")
 
     def _sample(self, source: TokenSource, state: TrainState) -> None:

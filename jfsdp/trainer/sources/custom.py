@@ -43,7 +43,7 @@ class CustomSource:
 
     def __init__(self, config: TrainConfig, job: Job, row_items: int):
         self.job, self.seed, self.row_items = job, config.seed, row_items
-        self.item = self.counted = job.item
+        self.item, self.loss_unit = job.item, "nats per token" if job.item == "token" else ""
 
     @classmethod
     def check(cls, config: TrainConfig, job: Job) -> int:

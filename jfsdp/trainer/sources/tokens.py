@@ -23,11 +23,11 @@ class TokenSource:
 
     Attributes:
       item: unit of rates: "token" or "row".
-      counted: unit of losses: "token", "row" or "pair".
+      loss_unit: unit of losses: "nats per token" or "nats per pair"; "" for custom data without a vocabulary.
       num_rows: sequences per row of a batch: 2 for pairs.
     """
 
-    item, form, counted, num_rows = "token", "tokens", "token", 1
+    item, form, loss_unit, num_rows = "token", "tokens", "nats per token", 1
 
     def __init__(self, config: TrainConfig, job: Job, seq_len: int):
         names = ("data", "tokenizer", "text_field", "eval_fraction", "chat_template", "answers", "eod_token")
@@ -39,9 +39,7 @@ class TokenSource:
         self.data.check_used(None if config.resume is None else ("chat_template", "answers"))
         form = self.data.form
         if form == "pairs" and self.form != "pairs":
-            raise ValueError(
-                f"data {config.data!r}: are pairs of answers; choose a loss with --preference, such as dpo"
-            )
+            raise ValueError(f"data {config.data!r}: are pairs of answers; choose a loss with --preference (dpo)")
         if form != "pairs" and self.form == "pairs":
             raise ValueError(
                 f"data {config.data!r}: are {'texts' if form == 'text' else 'conversations or completions'}, and "
@@ -146,7 +144,7 @@ class PairSource(TokenSource):
         it before `prepare`.
     """
 
-    form, counted, num_rows = "pairs", "pair", 2
+    form, loss_unit, num_rows = "pairs", "nats per pair", 2
 
     def __init__(self, config: TrainConfig, job: Job, seq_len: int):
         super().__init__(config, job, seq_len)
@@ -165,7 +163,7 @@ class PairSource(TokenSource):
                 yield from make_pass_iterator(self.data, split, **share)
 
     def describe_batch(self, rows: int) -> str:
-        return f"{rows} pairs of {self.seq_len} tokens each"
+        return f"{rows} pairs of {self.seq_len} tokens each, {len(self.data.train) / rows:.1f} steps per epoch"
 
     def prepare(self, batch: Batch) -> Batch:
         return {name: x for name, x in batch.items() if name != "index"} | {"reference": self.reference[batch["index"]]}
