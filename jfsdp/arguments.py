@@ -13,7 +13,7 @@ import typing
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Annotated, Any, TypeVar
 
-# A number with its minimum, and optionally its maximum.
+# Annotated: a number with its minimum, and optionally its maximum; or a value with its description.
 Count = Annotated[int, 1]
 Size = Annotated[int, 0]
 Seed = Annotated[int, 0, 2**31 - 1]
@@ -100,6 +100,8 @@ def find_problem(name: str, value: Any, hint: Any) -> Exception | None:
         least, most = (*hint.__metadata__, math.inf)[:2]
         if problem := find_problem(name, value, inner[0]):
             return wrong(type(problem))
+        if isinstance(least, str):
+            return None
         return None if is_traced(value) or least <= value <= most else wrong(ValueError)
     if not (inner and issubclass(kind, Collection)):
         is_nan = isinstance(value, numbers.Real) and value != value
@@ -155,6 +157,8 @@ def _describe(hint: Any) -> str:
         return " or ".join(dict.fromkeys(map(_describe, inner)))
     if kind is Annotated:
         least, *most = hint.__metadata__
+        if isinstance(least, str):
+            return least
         return f"{_describe(inner[0])}, {f'{least} to {most[0]}' if most else f'at least {least}'}"
     if kind is tuple and inner[-1] is not Ellipsis:
         return f"a tuple of {' and '.join(map(_describe, inner))}"

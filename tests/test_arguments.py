@@ -161,6 +161,7 @@ WRONG_TYPES = {
     "make_mesh: sharding_factor=2.0 must be": lambda: jfsdp.make_mesh(sharding_factor=2.0),  # type: ignore[arg-type]
     "fully_shard: mp_policy=False must be a MixedPrecisionPolicy, such as ": lambda: shard(mp_policy=False),
     "MixedPrecisionPolicy: loss_scale=True must be a": lambda: jfsdp.MixedPrecisionPolicy(loss_scale=True),  # type: ignore
+    "fully_shard: remat=True must be none, full, dots or ": lambda: shard(remat=True),
     "fully_shard: per_unit['']=3 must be a dict": lambda: shard(per_unit={"": 3}),
     "fully_shard: per_unit (a list) must be a dict or None": lambda: shard(per_unit=[""]),
     "fully_shard: got an unexpected keyword argument 'stratgy'; its arguments are model": lambda: shard(stratgy=1),
@@ -192,6 +193,8 @@ WRONG_VALUES = {
     "is called as f(path, shape), and takes": lambda: shard(placements={"**": lambda path: None}),
     "frozen <lambda> is called as f(path, shape), and takes": lambda: shard(frozen=lambda path: True),
     "model is called as f(rngs), and takes other arguments": lambda: fully_shard(lambda: 3),
+    "mesh axis 'dp' is called 'replica'": lambda: jfsdp.make_mesh(dp=2),
+    "pass a factory such as lambda rngs: Net(rngs)": lambda: fully_shard(lambda: nnx.Linear(8, 8, rngs=nnx.Rngs(0))),
     "model Linear needs more than rngs": lambda: fully_shard(nnx.Linear),
     "lambda rngs: Linear(...)": lambda: fully_shard(nnx.Linear),
     "lambda rngs: RngsByName(...)": lambda: fully_shard(RngsByName),

@@ -32,8 +32,11 @@ DOES_NOT_FIT = 3
 class PlanJob(StepOptions):
     """Predict memory, communication and time of training on a cluster, without its GPUs.
 
-    Compiles the training step with XLA for the cluster's GPUs. Takes the options of scripts/train.py that affect the
-    step. Exit status: 0 fits, 3 does not fit, 2 bad arguments, 1 failure.
+    Compiles the training step with XLA for the cluster's GPUs.
+
+    Takes the options of scripts/train.py that affect the step.
+
+    Exit status: 0 fits, 3 does not fit, 2 bad arguments, 1 failure.
     """
 
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|FILE.toml")] = option("none", "most used")

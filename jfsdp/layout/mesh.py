@@ -28,6 +28,7 @@ OUTER_FIRST = (PIPE, "replica", "fsdp", "tensor")
 DATA_AXES = ("replica", "fsdp")  # the batch is split over these
 GROUP_AXES = ("fsdp",)  # a strategy shards over these and replicates over the other data axes
 MODEL_AXES = ("tensor", PIPE)  # the model is split over these: its computation, or its layers
+_MEANT = {"dp": "replica", "dp_replicate": "replica", "dp_shard": "fsdp", "tp": "tensor", "pp": "pipe"}
 _PLACES = [OUTER_FIRST.index(axis) for axis in AXES]
 _MOST_PARTS = 32  # of an axis: each is at least 2, and no mesh has 2**32 devices
 # Parts of a data axis over which some stage is only partly split (hpZ): `fsdp_0`, `fsdp_1`, ..., major to minor.
@@ -43,7 +44,8 @@ def check_sizes(sizes: Mapping[str, int]) -> None:
     """
     unknown = [name for name in sizes if name not in AXES]
     if unknown:
-        raise ValueError(f"mesh axis {unknown[0]!r} is unknown; the axes are {', '.join(OUTER_FIRST)}")
+        other = f"called {_MEANT[unknown[0]]!r} in jfsdp" if unknown[0] in _MEANT else "unknown"
+        raise ValueError(f"mesh axis {unknown[0]!r} is {other}; the axes are {', '.join(OUTER_FIRST)}")
     bad = {name: size for name, size in sizes.items() if size < 1 and size != -1}
     if bad:
         raise ValueError(f"mesh axis sizes must be positive, or -1 for the rest; got {bad}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 from jfsdp.arguments import check_call, checked
 from jfsdp.layout.precision import MixedPrecisionPolicy
@@ -37,7 +37,7 @@ class SaveNames:
             raise ValueError(f"SaveNames: {', '.join(both)} cannot be both saved and offloaded")
 
 
-Remat = str | tuple[str, ...] | SaveNames | Callable[..., Any]
+Remat = Annotated[str, ", ".join(REMATS)] | tuple[str, ...] | SaveNames | Callable[..., Any]
 
 
 def saved_names(remat: Remat) -> tuple[str, ...]:
@@ -104,9 +104,7 @@ class UnitPolicy:
 
     def __post_init__(self) -> None:
         if not isinstance(self.reshard_after_forward, bool) and self.reshard_after_forward < 1:
-            raise ValueError(
-                f"reshard_after_forward={self.reshard_after_forward} must be at least 1 device, True or False"
-            )
+            raise ValueError(f"reshard_after_forward={self.reshard_after_forward} must be True, False or at least 1")
         is_policy = isinstance(self.remat, SaveNames) or (callable(self.remat) and not isinstance(self.remat, type))
         is_names = isinstance(self.remat, tuple) and self.remat and all(isinstance(name, str) for name in self.remat)
         if is_policy and not isinstance(self.remat, SaveNames):
@@ -165,9 +163,7 @@ def resolve_policies(
     policies = {name: _resolve(name, strategy, node_size, **settings[name]) for name in names}
     for name, policy in policies.items():
         if policy.mp_policy.loss_scale not in (None, mp_policy.loss_scale):
-            raise ValueError(
-                f"unit {name!r}: per_unit sets loss_scale, but all units share one loss; set it in mp_policy"
-            )
+            raise ValueError(f"unit {name!r}: per_unit sets loss_scale, but units share one loss; set it in mp_policy")
     UnitPolicy(mp_policy, False, remat)  # raises for a wrong remat even if no unit uses it
     return policies
 

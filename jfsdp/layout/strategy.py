@@ -88,9 +88,7 @@ class Strategy:
                 )
             return
         self._check_finer("opt", "grad", "reduced gradients would have to be gathered again; split grad no further")
-        self._check_finer(
-            "grad", "param", "the gradient of a shard would be kept whole; use at least the axes of param"
-        )
+        self._check_finer("grad", "param", "the gradient of a shard would be whole; use at least the axes of param")
 
     def axes(self, stage: str) -> tuple[str, ...]:
         """Return the axes that split a stage, of any size."""

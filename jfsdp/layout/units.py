@@ -194,10 +194,12 @@ def _match(unit: Unit, modules: Sequence[ModuleInfo], shapes: Mapping[str, tuple
         return [module.path for module in modules if issubclass(module.cls, match)]
     if isinstance(match, str):
         return [module.path for module in modules if matches_glob(match, module.path)]
-    if _is_module(match, modules):  # a module instance is callable too, but is not a predicate
+    is_method = getattr(match, "__name__", "") == "__call__"
+    if is_method or _is_module(match, modules):  # these are callable too, but are not predicates
+        name = match.__qualname__.split(".")[-2] if is_method else type(match).__name__
         raise TypeError(
-            f"unit {type(match).__name__}(...) is a module; pass its class: units=[{type(match).__name__}], or a path "
-            "glob for some modules of that class"
+            f"unit {f'{name}.__call__ is a method' if is_method else f'{name}(...) is a module'}; pass the class: "
+            f"units=[{name}], or a path glob for some modules of that class"
         )
     if callable(match):
         return _match_predicate(match, modules, shapes)  # type: ignore[arg-type]
@@ -287,4 +289,6 @@ def _nothing_matches(match: Any, modules: Sequence[ModuleInfo]) -> str:
     classes = sorted({module.cls.__name__ for module in modules})
     paths = sorted((module.path for module in modules if module.path), key=_depth)
     shown = ", ".join(paths[:12]) + (f", ... ({len(paths)} in all)" if len(paths) > 12 else "")
+    if match in classes:
+        return f"unit {match!r} is the name of a class; pass the class itself, units=[{match}], or a path glob: {shown}"
     return f"unit {describe(match)} matches no module; classes: {', '.join(classes)}; paths: {shown}"

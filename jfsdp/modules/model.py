@@ -187,7 +187,8 @@ def not_gathered(path: str, unit: str) -> ValueError:
     """Make the error for a read of a parameter that is not gathered."""
     return ValueError(
         f"{path}: read outside the calls of its unit {unit!r}, where it is not gathered; call module.method(x), not "
-        "Class.method(module, x), leave it to the root unit, or make a unit of a module whose methods contain all uses"
+        "Class.method(module, x), replace a penalty on weights by weight decay in the optimizer, leave it to the root "
+        "unit, or make a unit of a module whose methods contain all uses"
     )
 
 

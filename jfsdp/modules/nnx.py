@@ -137,7 +137,7 @@ def _abstract(factory: Any) -> tuple[Any, nnx.State, nnx.State]:
     if isinstance(factory, type) and issubclass(factory, nnx.Module):
         _check_class(factory)
     else:
-        check_call("model", factory, "rngs")
+        check_call("model", factory, "rngs", remedy="; pass a factory such as lambda rngs: Net(rngs)")
     graphdefs = []
 
     def make() -> Any:

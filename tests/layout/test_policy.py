@@ -134,7 +134,7 @@ def test_names_to_save_are_kept_as_a_tuple_and_each_is_a_name_once():
 
 def test_a_remat_of_another_kind_is_refused():
     for remat, fact in (
-        (True, "remat=True must be text"),
+        (True, "remat=True must be none, full, dots or"),
         (("a", 1), "remat[1]=1 must be text"),
         (["a", "b"], "jfsdp.SaveNames"),
         ((), "is unknown"),

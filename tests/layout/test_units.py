@@ -180,6 +180,17 @@ def test_a_choice_that_matches_nothing_lists_classes_and_paths():
         )
 
 
+def test_the_name_of_a_class_as_text_is_told_to_pass_the_class():
+    error = refuses(functools.partial(resolve, Net, "Block"), "'Block'", "units=[Block]", "path glob", "blocks")
+    assert "classes:" not in str(error)
+
+
+def test_a_method_of_a_class_is_told_to_pass_the_class():
+    for method in (nnx.Linear.__call__, Block.__call__):  # one of them takes as many arguments as a predicate
+        name = method.__qualname__.partition(".")[0]
+        refuses(functools.partial(resolve, Net, method), f"{name}.__call__", f"units=[{name}]", error=TypeError)
+
+
 def test_choices_of_one_module_and_of_another_kind_are_refused():
     for choices, name in (
         ((Block, "blocks.1"), "blocks."),

@@ -231,7 +231,10 @@ def weight(layer):
 @pytest.mark.parametrize(
     ("loss", "facts"),
     [
-        (lambda model, x: mean_square(model, x) + weight(model.layers[0]).sum(), ["layers.0.up.kernel", "'layers.0'"]),
+        (
+            lambda model, x: mean_square(model, x) + weight(model.layers[0]).sum(),
+            ["layers.0.up.kernel", "weight decay"],
+        ),
         (lambda model, x: model.layers[0].up(x).mean(), ["layers.0.up.", "unit"]),
         (lambda model, x: Block.mix(model.layers[0], x).mean(), ["layers.0.up", "module.method(x)", "Class.method"]),
     ],

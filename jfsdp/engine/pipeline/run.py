@@ -148,9 +148,7 @@ class _Pipeline:
         engine = dataclasses.replace(engine, layout=layout.in_stage(), calls={})
         self.stage = Stage(layers, engine, prefetch, layout.num_stages, repeats)
         if repeats > 1:
-            cast = {
-                name: to_device(x).astype(layout.by_path[name].stage("use").dtype) for name, x in self.staged.items()
-            }
+            cast = {key: to_device(x).astype(layout.by_path[key].stage("use").dtype) for key, x in self.staged.items()}
             self.staged = self._redistribute(cast)
         before, self.state = self._states(state, micro)
         self.rows = micro, before, {name: x for name, x in state.items() if name not in before}

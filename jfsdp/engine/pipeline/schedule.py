@@ -146,9 +146,7 @@ def schedule_of(layout: Layout, requested: str | Schedule, microbatches: int, re
     if stages == 1:
         if repeats != 1 or requested != NAMES[0]:
             given = f"pipe_repeats={repeats}" if repeats != 1 else f"pipe_schedule={requested!r}"
-            raise ValueError(
-                f"{given}: the mesh has no pipeline; make it with one (make_mesh({PIPE}=P), --mesh {PIPE}=P)"
-            )
+            raise ValueError(f"{given}: the mesh has no pipeline; make one with make_mesh({PIPE}=P), --mesh {PIPE}=P")
         return None
     for leaf in (leaf for leaf in layout.leaves if leaf.is_staged):
         remat = layout.policy(leaf.unit).remat

@@ -61,9 +61,7 @@ class StepConfig:
 
     def __post_init__(self) -> None:
         if self.program not in (None, XLA, MANUAL):
-            raise ValueError(
-                f"program={self.program!r} is unknown; use {XLA!r}, {MANUAL!r}, or None to let the loss decide"
-            )
+            raise ValueError(f"program={self.program!r} is unknown; use {XLA!r}, {MANUAL!r} or None: the loss decides")
         if self.sync not in (None, "every", "last"):
             raise ValueError(f'sync={self.sync!r} is unknown; use "every", "last", or None for the strategy\'s default')
         norm = self.max_grad_norm
