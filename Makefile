@@ -60,7 +60,7 @@ $(VENV)/.peft: $(STAMP)
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[train,peft]' -e ./models
 	@touch $@
 
-test: install lint ## Lint, check types, run the tests
+test: install $(if $(ARGS),,lint) ## Lint, check types, run the tests; with ARGS only these tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
 
 quick: install ## What two minutes can show without compiling: layouts, options, data, files, bytes by theory
