@@ -116,7 +116,7 @@ RECIPES = {
     ),
     "only finite": Recipe(lambda api, form: optax.apply_if_finite(optax.adamw(RATE, mask=by_shape), 3)),
     "factored": Recipe(lambda api, form: optax.adafactor(RATE, min_dim_size_to_factor=8, weight_decay_mask=by_shape)),
-    "matrices for muon": Recipe(lambda api, form: optax.contrib.muon(RATE)),
+    "matrices for muon": Recipe(lambda api, form: jfsdp.optim.by_matrix(optax.contrib.muon(RATE))),
     "trust ratio": Recipe(lambda api, form: optax.lamb(RATE, mask=biases_by_key)),
     "plateau": Recipe(
         lambda api, form: optax.chain(optax.adam(RATE), optax.contrib.reduce_on_plateau(factor=0.5, patience=1))

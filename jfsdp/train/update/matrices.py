@@ -90,7 +90,10 @@ def warn_of_products(engine: Engine, tree: ParamTree, closed: Any, shapes: Any) 
     Args:
       closed: the trace; its inputs have the tree of `shapes`.
     """
-    is_product = lambda eqn: any(x.primitive.name in _PRODUCTS for x in (eqn, *_inside(eqn)))  # noqa: E731
+
+    def is_product(eqn: Any) -> bool:  # a product of vectors is a reduction
+        return any(x.primitive.name in _PRODUCTS and x.outvars[0].aval.shape for x in (eqn, *_inside(eqn)))
+
     if not any(map(is_product, closed.jaxpr.eqns)):
         return
     split = _split_leaves(engine)
