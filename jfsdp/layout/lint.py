@@ -94,7 +94,7 @@ def _replicated(layout: Layout) -> str | None:
         return None
     whole = [leaf for leaf in layout.leaves if leaf.dim is None and not leaf.cuts]
     if len(whole) == len(layout.leaves):
-        return f"no parameter is split: min_size is {layout.min_size}; lower it (jfsdp.placements), or use ddp"
+        return f"no parameter is split by min_size {layout.min_size}; lower it (jfsdp.placements), or use ddp"
     requested = {one.name(part) for one in layout.adapters for part in one.leaves}
     large = [leaf for leaf in whole if math.prod(leaf.shape) >= LARGE_ELEMENTS and leaf.path not in requested]
     if not large:
