@@ -65,8 +65,8 @@ def by_matrix(tx: optax.GradientTransformation, matrices: Selectors = None) -> o
 
     Args:
       tx: any transformation. Parameters may depend on each other only through reductions, such as a global norm.
-      matrices: the parameters that are moved: path globs, classes of variables, or predicates, as for `frozen=`. None:
-        all whose update needs whole matrices.
+      matrices: the parameters that are moved: path globs, predicates, or a list of them. None: all whose update needs
+        whole matrices.
 
     Raises:
       ValueError: in the update, for a selector that matches no parameter, or one whose update needs no whole matrix.
@@ -105,9 +105,8 @@ def warn_of_products(engine: Engine, tree: ParamTree, closed: Any, shapes: Any) 
         return
     parts = [engine.layout.num_parts(leaf.stage("opt")) for leaf in found]
     sizes = [math.prod(leaf.cut_shape) * item_bytes(leaf.dtype) for leaf in found]
-    gathered, moved = sum(map(wire_bytes, [GATHER] * len(found), sizes, parts)), 0.0
-    for size, num in zip(sizes, parts, strict=True):
-        moved += 2 * wire_bytes(ALL_TO_ALL, size / num, num)
+    gathered = sum(wire_bytes(GATHER, size, num) for size, num in zip(sizes, parts, strict=True))
+    moved = sum(2 * wire_bytes(ALL_TO_ALL, size / num, num) for size, num in zip(sizes, parts, strict=True))
     warn(
         f"optimizer: its update multiplies whole matrices, but {len(found)} of them ({found[0].path}, ...) are split "
         f"over {', '.join(found[0].stage('opt').axes)}: XLA gathers them on every device in every step, at least "
@@ -120,7 +119,8 @@ def _inside(eqn: Any) -> Iterator[Any]:
 
 
 def _split_leaves(engine: Engine) -> dict[str, Leaf]:
-    return {leaf.path: leaf for leaf in engine.layout.leaves if leaf.trainable and _is_split(engine, leaf)}
+    trained = (leaf for leaf in engine.layout.leaves if leaf.trainable)
+    return {leaf.path: leaf for leaf in trained if Form(engine, leaf, leaf.shape, leaf.stacked).splits}
 
 
 def _run_by_matrix(
@@ -145,15 +145,14 @@ def _run_by_matrix(
     trace = _Trace(jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]), leaves)
     labels = _label(engine, trace)
     if selectors is not None:
-        labels = _select(engine, selectors, labels)
-    run = _Run(engine, trace, labels, _trace_one_layer(flat, values, leaves))
+        labels = _select(engine, selectors, split, labels)
+    if not labels:
+        return update(given)
+    has_layers = any(leaf.stacked for leaf in labels)
+    run = _Run(engine, trace, labels, _trace_one_layer(flat, values, leaves) if has_layers else None)
     results = run.run(values)
     moves += run.moves
     return after[0].unflatten(results)
-
-
-def _is_split(engine: Engine, leaf: Leaf) -> bool:
-    return bool(Form(engine, leaf, leaf.shape, leaf.stacked).splits)
 
 
 class _Trace:
@@ -269,12 +268,14 @@ def _cheapest(engine: Engine, leaf: Leaf, trace: _Trace, costs: Mapping[int, flo
     return {i for i, place in node.items() if place in whole}
 
 
-def _select(engine: Engine, selectors: Selectors, labels: dict[Leaf, set[int]]) -> dict[Leaf, set[int]]:
+def _select(
+    engine: Engine, selectors: Selectors, split: Mapping[str, Leaf], labels: dict[Leaf, set[int]]
+) -> dict[Leaf, set[int]]:
     shapes = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in engine.layout.leaves if x.trainable}
     selected = select_leaves("by_matrix: matrices=", selectors, shapes, {})
     found = {leaf.path: leaf for leaf in labels}
     for path, selector in selected.items():
-        if path in _split_leaves(engine) and path not in found:
+        if path in split and path not in found:
             raise ValueError(
                 f"by_matrix: matrices={selector} selects {path} of shape {shapes[path].shape}, whose update needs no "
                 f"whole matrix; select {', '.join(list(found)[:3]) or 'nothing: use the optimizer without by_matrix'}"
