@@ -262,7 +262,12 @@ def test_a_selection_limits_the_moves():
     ],
 )
 def test_a_selection_of_no_matrix_is_refused(selector, facts):
-    refuses(lambda: moves_of("8", True, by_matrix(muon(), matrices=selector)), *facts)
+    error = refuses(lambda: moves_of("8", True, by_matrix(muon(), matrices=selector)), *facts)
+    assert str(error).startswith("by_matrix: matrices=")
+
+
+def test_a_vector_that_is_not_split_is_no_matrix():
+    refuses(lambda: moves_of("4, ddp", True, by_matrix(muon(), matrices="layers.up.bias")), "layers.up.bias", "(4, 20)")
 
 
 def test_products_of_split_matrices_warn():

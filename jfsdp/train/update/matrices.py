@@ -275,7 +275,8 @@ def _select(
     selected = select_leaves("by_matrix: matrices=", selectors, shapes, {})
     found = {leaf.path: leaf for leaf in labels}
     for path, selector in selected.items():
-        if path in split and path not in found:
+        leaf = engine.layout.by_path[path]
+        if path not in found and (path in split or len(leaf.shape) - leaf.stacked < 2):
             raise ValueError(
                 f"by_matrix: matrices={selector} selects {path} of shape {shapes[path].shape}, whose update needs no "
                 f"whole matrix; select {', '.join(list(found)[:3]) or 'nothing: use the optimizer without by_matrix'}"

@@ -177,7 +177,7 @@ class ShardedOptimizer:
         if {id(x) for x in record} - {id(x) for x in jax.tree.leaves(updates)}:
             raise ValueError(
                 "track_ema is not last: a later transformation changes the updates, so the averages would be of other "
-                "parameters; use optax.chain(..., jfsdp.optim.track_ema(decay))"
+                "parameters; use optax.chain(..., jfsdp.optim.track_ema(decay)), outside of by_matrix"
             )
         return updates, after
 
@@ -217,7 +217,7 @@ def _explain_failure() -> Iterator[None]:
     try:
         yield
     except (TypeError, KeyError, AttributeError, ValueError) as error:
-        if re.match(r"(track_ema|alternate|low_precision_state|rate_scale)\b", str(error)):
+        if re.match(r"(track_ema|alternate|low_precision_state|rate_scale|by_matrix)\b", str(error)):
             raise
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
         names = [frame.f_code.co_qualname for frame in frames if not frame.f_globals["__name__"].startswith("jfsdp.")]
