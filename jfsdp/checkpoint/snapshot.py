@@ -230,9 +230,12 @@ class Snapshots:
 
     def _drop(self, step: int) -> None:
         path = self.directory / str(step)
-        for name in (f"{jax.process_index()}", f"{jax.process_index()}.partial"):
+        files = [path / name for name in (f"{jax.process_index()}", f"{jax.process_index()}.partial")]
+        if not any(map(os.path.lexists, files)):
+            return  # another process may have made the directory just now, for the step that it begins to write
+        for file in files:
             with contextlib.suppress(OSError):
-                (path / name).unlink()
+                file.unlink()
         with contextlib.suppress(OSError):  # other processes have files in it
             path.rmdir()
 

@@ -54,6 +54,14 @@ def test_one_that_is_whole_stays_until_the_next_is(tmp_path):
         assert Snapshots(tmp_path, "run").newest(like()) is None, "what stands beside the blocks has a digest too"
 
 
+def test_a_step_that_another_process_begins_to_write_keeps_its_directory(tmp_path):
+    snapshots = Snapshots(tmp_path, "run")
+    snapshots.take(1, saved_state("full4"))
+    (tmp_path / "2").mkdir()
+    snapshots.wait()
+    assert {path.name for path in tmp_path.iterdir()} == {"1", "2"}
+
+
 @pytest.mark.filterwarnings("ignore:.*cannot be used")
 def test_of_another_run_layout_or_process_none_is_taken(tmp_path):
     take(Snapshots(tmp_path, "run"), 4)
