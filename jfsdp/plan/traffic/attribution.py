@@ -42,6 +42,7 @@ class Part:
       elements: of the gathered (or unreduced) array, times the executions per step.
       wire_bytes: sent per device and step.
       op_name: the array's name if XLA kept one for each combined array, else the collective's.
+      is_of_matrices: whether it moves whole matrices in the update; `path` is the first of a batch of equal leaves.
     """
 
     collective: Collective
@@ -51,6 +52,7 @@ class Part:
     elements: float
     wire_bytes: float
     op_name: str
+    is_of_matrices: bool
 
 
 class Attribution:
@@ -101,7 +103,7 @@ class Attribution:
             elements = float(item.count * shape.num_elements)
             self.remaining[path, item.kind, _group_key(item.kind, item.group_size)] -= elements  # type: ignore[assignment]
             unit = self.layout.by_path[path].unit if path else ROOT
-            found.append(Part(item, path, unit, shape.dtype, elements, sent, name))
+            found.append(Part(item, path, unit, shape.dtype, elements, sent, name, bool(matrices)))
         return found, unknown_bytes
 
     def _find(self, item: Collective, dims: tuple[int, ...], units: Sequence[str], taken: Counter[str]) -> str | None:

@@ -15,13 +15,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jfsdp.engine.movements import MATRICES, REDUCE, SCATTER, Move, deferred_axes, movements
+from jfsdp.engine.movements import REDUCE, SCATTER, Move, deferred_axes, movements
 from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import PERMUTE, SCALARS_BYTES, Collective
-from jfsdp.plan.hlo.op_names import find_scopes
 from jfsdp.plan.hlo.parse import hlo_dtype
 from jfsdp.plan.traffic.activations import Activations, find_activations
 from jfsdp.plan.traffic.attribution import Attribution, Part, group_axes, is_over_model_axes
@@ -204,10 +203,9 @@ class _Rows:
             leaf = self.layout.by_path[part.path] if part.path else None
             # XLA also reduces arrays of the logical shape, and pads the sum.
             is_padded = leaf is not None and not part.elements % math.prod(leaf.cut_shape[leaf.stacked :])
-            is_of_matrices = any(verb == MATRICES for verb, _ in find_scopes(part.op_name))
-            padding_share = leaf.padding_share if leaf is not None and is_padded and not is_of_matrices else 0.0
+            padding_share = leaf.padding_share if leaf is not None and is_padded and not part.is_of_matrices else 0.0
             key = item.kind, part.dtype, axes, len(group)
-            for row, size in self._split(leaf, key, part.wire_bytes, padding_share, is_of_matrices):
+            for row, size in self._split(leaf, key, part.wire_bytes, padding_share, part.is_of_matrices):
                 row.measured_bytes += size
                 row.crosses_nodes = self._crosses(group)
                 touched.add(row)
