@@ -106,6 +106,49 @@ def shampoo(rate):
     return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
 
 
+def of_stacks(change):
+    """Update the kernels of a stack by `change(x, side)`, which returns an update and the next side: a matrix."""
+
+    def is_stack(path, x):
+        return is_kernel(path, x) and x.ndim == 3
+
+    def init(params):
+        side = lambda path, x: jnp.eye(x.shape[1]) if is_stack(path, x) else None  # noqa: E731
+        return jax.tree_util.tree_map_with_path(side, params)
+
+    def update(grads, state, params=None):
+        pairs, tree = jax.tree_util.tree_flatten_with_path(grads)
+        sides = tree.flatten_up_to(state)
+        found = [change(x, y) if is_stack(at, x) else (x, y) for (at, x), y in zip(pairs, sides, strict=True)]
+        updates, after = zip(*found, strict=True)
+        return jax.tree.map(lambda x: -RATE * x, tree.unflatten(updates)), tree.unflatten(after)
+
+    return optax.GradientTransformation(init, update)  # pyright: ignore[reportArgumentType]
+
+
+@jax.vmap
+def squared(x):
+    return x @ x.T @ x
+
+
+def carry(total, x):
+    return total + x.sum(), x * total
+
+
+def with_side(x, side):
+    side = side + x.sum(0) @ x.sum(0).T
+    return side @ x, side
+
+
+MIXES = {  # the layers of a stack
+    "a carry": lambda x, side: (jax.lax.scan(carry, 0.0, squared(x))[1], side),
+    "a cumulative sum": lambda x, side: (jnp.cumsum(squared(x), 0), side),
+    "a reshape": lambda x, side: (squared(x) + squared(x).reshape(x.shape[1], x.shape[0], -1).sum(0)[:, None], side),
+    "a loop over layers": lambda x, side: (jax.lax.map(squared, x[:, None])[:, 0], side),
+    "a side": with_side,
+    "an order": lambda x, side: (squared(x)[jax.lax.iota(int, len(x)) ^ 1], side),
+}
+
 OPTIMIZERS = {
     "muon": muon,
     "muon of a clipped norm": lambda: optax.chain(optax.clip_by_global_norm(0.1), muon(consistent_rms=0.2)),
@@ -114,7 +157,7 @@ OPTIMIZERS = {
     "muon of whole stacks": lambda: optax.contrib.muon(RATE, muon_weight_dimension_numbers=by_head),
     "adafactor": lambda: optax.adafactor(RATE, min_dim_size_to_factor=4),
     "shampoo": lambda: shampoo(RATE),
-}
+} | {f"layers with {name}": functools.partial(of_stacks, mix) for name, mix in MIXES.items()}
 CUTS = {f"layers.**.{name}.kernel": (dim, "tensor") for name, dim in {"up": -1, "down": 0, "out": 0}.items()}
 MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "8": ({"fsdp": 8}, {}),
@@ -211,6 +254,11 @@ def test_an_optimizer_equals_one_device(optimizer, stacked):
     check(optimizer, stacked, "4 x tensor 2" if stacked else "8")
 
 
+@pytest.mark.parametrize("mix", MIXES)
+def test_layers_that_depend_on_each_other(mix):
+    check(f"layers with {mix}", True, "8")
+
+
 def moves_of(place, stacked, tx=None, **options):
     sizes, given = MESHES[place]
     model = shard(stacked, sizes, {**given, **options})
@@ -237,6 +285,21 @@ def test_theory_of_the_moves():
         + [(f"layers.0.{name}.kernel", "all-gather", ("fsdp",), 2, float(wide)) for name in ("up", "down")]
         + [("inputs.kernel", "all-gather", ("fsdp",), 8, single * 7.0)]
     )
+
+
+def test_a_global_norm_inside_changes_no_moves():
+    clipped = by_matrix(OPTIMIZERS["muon of a clipped norm"]())
+    assert moves_of("8", False, clipped) == moves_of("8", False)
+
+
+def test_layers_of_a_stack_are_moved_to_several_devices():
+    """Over 3 devices, 4 layers: each has up to 2 of them. A stack that is one matrix has one owner, the others none."""
+    found = {name: moves_of("3", True, by_matrix(OPTIMIZERS[name]())) for name in ("muon", "muon of whole stacks")}
+    up = {
+        name: {(kind, size) for path, kind, _, size, _ in some if path == "layers.up.kernel"}
+        for name, some in found.items()
+    }
+    assert up == {"muon": {("all-to-all", 3)}, "muon of whole stacks": {("all-gather", 3)}}
 
 
 def test_ddp_moves_nothing():

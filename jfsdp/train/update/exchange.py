@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
+from jfsdp.compat import core
 from jfsdp.engine.engine import Engine, pad_leaf
 from jfsdp.engine.movements import ALL_TO_ALL, GATHER, UPDATE, Move
 from jfsdp.layout.leaf import Leaf
@@ -68,13 +69,13 @@ class Form:
         """Forms of equal keys can be in one batch."""
         return self.shape, self.padded_shape, bool(self.layers), tuple(self.splits.items()), self.num_stages
 
-    def moves(self, value: jax.Array, steps: Sequence[Step], *, is_back: bool) -> Iterator[Move]:
+    def moves(self, dtype: Any, steps: Sequence[Step], *, is_back: bool = False) -> Iterator[Move]:
         """Yield the movements of an array of a batch to the owners, or back."""
         elements = math.prod(self.padded_shape) // math.prod(size for _, size in self.splits.values())
 
         def move(kind: str, step: Step, num: int, size: int) -> Move:
             flat = dataclasses.replace(self.leaf, shape=(num,), stacked=0, dim=0, padding=0, cuts=())
-            return Move(flat, UPDATE, kind, step.axes, value.dtype.name, size, is_of_matrices=True)
+            return Move(flat, UPDATE, kind, step.axes, dtype.name, size, is_of_matrices=True)
 
         for step in steps:
             num = step.num_each * step.owners * elements
@@ -153,39 +154,50 @@ class Step:
         return x.reshape(*x.shape[:dim], self.owners, share, -1, *x.shape[dim + 1 :])
 
 
-def compute_whole(
-    engine: Engine,
-    leaves: Sequence[tuple[Leaf, int]],
-    arrays: Sequence[Sequence[jax.Array]],
-    shapes: Sequence[Sequence[Shape]],
-    compute: Callable[..., list[jax.Array]],
-    shared: Sequence[jax.Array],
-) -> tuple[list[list[jax.Array]], list[Move]]:
-    """Compute on the whole matrices of a batch of leaves, each on its owner.
+class Part(NamedTuple):
+    """A computation on the whole matrices of one leaf.
+
+    Attributes:
+      leaf, layers: the leaf, and the number of its leading dims that are layers.
+      jaxpr: the computation for one layer, whose dims of layers have size 1, from arrays like `moved` and `shared`.
+      moved, shared, results: variables: arrays of the leaf, arrays that are equal for all matrices, and results.
+    """
+
+    leaf: Leaf
+    layers: int
+    jaxpr: Any
+    moved: list[Any]
+    shared: list[Any]
+    results: list[Any]
+
+    def forms(self, engine: Engine, lead: Form | None = None) -> tuple[list[Form], list[Form]]:
+        """Return the forms of `moved` and of `results`."""
+        groups = (self.moved, self.results)
+        moved, results = ([Form(engine, self.leaf, x.aval.shape, self.layers, lead) for x in some] for some in groups)
+        return moved, results
+
+    def key(self, engine: Engine) -> Any:
+        """Parts of equal keys are computed as one batch."""
+        return str(self.jaxpr), *self.shared, *(form.key for forms in self.forms(engine) for form in forms)
+
+
+def compute_whole(engine: Engine, parts: Sequence[Part], env: Mapping[Any, Any]) -> tuple[dict[Any, Any], list[Move]]:
+    """Run parts of equal keys on whole matrices, each matrix on its owner.
 
     Arrays that are not split over the same axes as their leaf are gathered by XLA.
 
     Args:
-      leaves: each with the number of its leading dims that are layers.
-      arrays: by leaf, arrays in logical shapes; those of a place have forms of equal keys.
-      shapes: by leaf, the logical shapes of the results.
-      compute: `f(*arrays, *shared)` for one layer of one leaf; its dims of layers have size 1.
-      shared: arrays that are equal for all matrices.
+      env: values of variables, in logical shapes.
 
     Returns:
-      The results by leaf, and the movements of a step.
+      The values of the results, and the movements of a step.
     """
-    lead = Form(engine, leaves[0][0], leaves[0][0].shape, leaves[0][1])
-    nums = [math.prod(leaf.shape[:layers]) // lead.num_stages for leaf, layers in leaves]
+    lead = Form(engine, parts[0].leaf, parts[0].leaf.shape, parts[0].layers)
+    nums = [math.prod(part.leaf.shape[: part.layers]) // lead.num_stages for part in parts]
     steps: list[Step] = []
     for axes, (_, size) in lead.splits.items():
         steps.append(Step.cheapest(axes, size, steps[-1].num_each if steps else sum(nums)))
-
-    def forms_of(shapes: Sequence[Sequence[Shape]]) -> list[list[Form]]:
-        pairs = zip(leaves, shapes, strict=True)
-        return [[Form(engine, leaf, shape, layers, lead) for shape in some] for (leaf, layers), some in pairs]
-
-    forms_in, forms_out = forms_of([[x.shape for x in some] for some in arrays]), forms_of(shapes)
+    forms_in, forms_out = zip(*(part.forms(engine, lead) for part in parts), strict=True)
 
     def on_device(arrays: list[list[jax.Array]], shared: list[jax.Array]) -> list[list[jax.Array]]:
         whole = []
@@ -198,30 +210,28 @@ def compute_whole(
 
         def of_one(*values: jax.Array) -> list[jax.Array]:
             given = [x.reshape(*[1] * f.layers, *f.shape) for x, f in zip(values, forms_in[0], strict=True)]
-            return [x.reshape(f.shape) for x, f in zip(compute(*given, *shared), forms_out[0], strict=True)]
+            found = core.eval_jaxpr(parts[0].jaxpr, (), *given, *shared)
+            return [x.reshape(f.shape) for x, f in zip(found, forms_out[0], strict=True)]
 
         results = [_to_split(x, f, steps) for x, f in zip(jax.vmap(of_one)(*whole), forms_out[0], strict=True)]
-        ends = np.cumsum(nums).tolist()
         return [
             [x[end - num : end].reshape(*f.local_layers, *x.shape[1:]) for x, f in zip(results, forms, strict=True)]
-            for end, num, forms in zip(ends, nums, forms_out, strict=True)
+            for end, num, forms in zip(np.cumsum(nums).tolist(), nums, forms_out, strict=True)
         ]
 
-    stored = [
-        [pad(engine, leaf, x) if x.shape == leaf.shape else x for x in some]
-        for (leaf, _), some in zip(leaves, arrays, strict=True)
-    ]
-    specs_in, specs_out = ([[form.spec for form in forms] for forms in some] for some in (forms_in, forms_out))
-    specs = (specs_in, [PartitionSpec()] * len(shared))
+    def stored(change: Callable[..., jax.Array], leaf: Leaf, var: Any, value: jax.Array) -> jax.Array:
+        return change(engine, leaf, value) if var.aval.shape == leaf.shape else value
+
+    given = [[stored(pad, part.leaf, x, env[x]) for x in part.moved] for part in parts]
+    specs_in, specs_out = ([[form.spec for form in some] for some in forms] for forms in (forms_in, forms_out))
+    specs = specs_in, [PartitionSpec()] * len(parts[0].shared)
     run = jax.shard_map(on_device, mesh=engine.mesh, in_specs=specs, out_specs=specs_out, check_vma=False)
-    found = run(stored, list(shared))
-    results = [
-        [unpad(engine, leaf, x) if shape == leaf.shape else x for x, shape in zip(some, given, strict=True)]
-        for (leaf, _), some, given in zip(leaves, found, shapes, strict=True)
-    ]
-    moves = [x for f, value in zip(forms_in[0], arrays[0], strict=True) for x in f.moves(value, steps, is_back=False)]
-    moves += [x for f, value in zip(forms_out[0], results[0], strict=True) for x in f.moves(value, steps, is_back=True)]
-    return results, moves
+    found: dict[Any, Any] = {}
+    for part, values in zip(parts, run(given, [env[x] for x in parts[0].shared]), strict=True):
+        found |= {x: stored(unpad, part.leaf, x, value) for x, value in zip(part.results, values, strict=True)}
+    moves = [move for f, x in zip(forms_in[0], parts[0].moved, strict=True) for move in f.moves(x.aval.dtype, steps)]
+    pairs = zip(forms_out[0], parts[0].results, strict=True)
+    return found, moves + [move for f, x in pairs for move in f.moves(x.aval.dtype, steps, is_back=True)]
 
 
 def _to_whole(x: jax.Array, form: Form, steps: Sequence[Step]) -> jax.Array:

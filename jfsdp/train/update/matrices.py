@@ -7,18 +7,18 @@ both forms is moved by an all-to-all. The choice of a form for each operation is
 gradients, states and updates are split, products are not, and every moved array costs its bytes. For Muon two arrays
 of each matrix are moved: the momentum before the first product, and the update after the last.
 
-Layers of a stack, and leaves of equal shapes, are matrices of one batch. A second trace, with stacks of one layer,
-shows whether an update treats layers separately: an operation mixes layers if an operand grows with the number of
-layers and its result does not. Then the whole stack is one matrix.
+Layers of a stack, and leaves of equal shapes, are matrices of one batch. A second trace, with stacks of one layer, is
+the computation of one matrix. The dims in which it differs from the first are those of layers. An operation treats
+layers separately if every operand with such dims keeps them, by rules for each kind of operation. If one does not, or
+has no rule, the whole stack is one matrix.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -26,8 +26,8 @@ import numpy as np
 import optax
 
 from jfsdp.arguments import checked
-from jfsdp.compat import core, warn
-from jfsdp.engine.dataflow import all_eqns, inner_jaxprs, is_literal
+from jfsdp.compat import warn
+from jfsdp.engine.dataflow import all_eqns, inner_jaxprs, is_literal, scan_counts
 from jfsdp.engine.driver.program import eval_eqn, inline_jits, is_jit, only, read
 from jfsdp.engine.engine import SCOPE, Engine
 from jfsdp.engine.movements import ALL_TO_ALL, GATHER, MATRICES, Move, wire_bytes
@@ -35,9 +35,8 @@ from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.select import Selectors, select_leaves
 from jfsdp.modules.model import ParamTree
-from jfsdp.train.update.exchange import Form, compute_whole
+from jfsdp.train.update.exchange import Form, Part, compute_whole
 
-Vars = tuple[Any, ...]
 _MODELS: list[tuple[Engine, ParamTree, list[Move]]] = []
 
 
@@ -91,16 +90,15 @@ def warn_of_products(engine: Engine, tree: ParamTree, closed: Any, shapes: Any) 
       closed: the trace; its inputs have the tree of `shapes`.
     """
 
-    def is_product(eqn: Any) -> bool:  # a product of vectors is a reduction
-        return any(x.primitive.name in _PRODUCTS and x.outvars[0].aval.shape for x in (eqn, *_inside(eqn)))
+    def has_product(eqns: Sequence[Any]) -> bool:  # a product of vectors is a reduction
+        found = (x for x in all_eqns(closed.jaxpr.replace(eqns=eqns)) if x.primitive.name in _PRODUCTS)
+        return any(x.outvars[0].aval.shape for x in found)
 
-    if not any(map(is_product, closed.jaxpr.eqns)):
+    if not has_product(closed.jaxpr.eqns):
         return
-    split = _split_leaves(engine)
-    leaves = [split.get(tree.find(path)[1] or "") for path, _ in jax.tree_util.tree_leaves_with_path(shapes)]
-    trace = _Trace(closed, leaves)
-    eqns = {leaf: [trace.jaxpr.eqns[i] for i in some] for leaf, some in trace.of_leaf().items()}
-    found = [x for x, some in eqns.items() if any(e.primitive.name != "shard_map" and is_product(e) for e in some)]
+    trace = _Trace(engine, closed, _split_leaves(engine, tree, shapes))
+    eqns = {leaf: [trace.eqns[i] for i in some] for leaf, some in trace.of_leaf.items()}
+    found = [x for x, some in eqns.items() if has_product([e for e in some if e.primitive.name != "shard_map"])]
     if not found:
         return
     parts = [engine.layout.num_parts(leaf.stage("opt")) for leaf in found]
@@ -114,186 +112,89 @@ def warn_of_products(engine: Engine, tree: ParamTree, closed: Any, shapes: Any) 
     )
 
 
-def _inside(eqn: Any) -> Iterator[Any]:
-    return (inner for body in inner_jaxprs(eqn) for inner in all_eqns(body))
-
-
-def _split_leaves(engine: Engine) -> dict[str, Leaf]:
-    trained = (leaf for leaf in engine.layout.leaves if leaf.trainable)
-    return {leaf.path: leaf for leaf in trained if Form(engine, leaf, leaf.shape, leaf.stacked).splits}
+def _split_leaves(engine: Engine, tree: ParamTree, given: Any) -> list[Leaf | None]:
+    """Return for each array of an update's arguments its leaf, if this is trained and split."""
+    names = [tree.find(path)[1] or "" for path, _ in jax.tree_util.tree_leaves_with_path(given)]
+    trained = {leaf.path: leaf for leaf in engine.layout.leaves if leaf.trainable}
+    split = {path: leaf for path, leaf in trained.items() if Form(engine, leaf, leaf.shape, leaf.stacked).splits}
+    return [split.get(name) for name in names]
 
 
 def _run_by_matrix(
-    engine: Engine,
-    tree: ParamTree,
-    moves: list[Move],
-    selectors: Selectors,
-    update: Callable[[Any], Any],
-    given: Any,
+    engine: Engine, tree: ParamTree, moves: list[Move], selectors: Selectors, update: Callable[[Any], Any], given: Any
 ) -> Any:
-    pairs, structure = jax.tree_util.tree_flatten_with_path(given)
-    values, after = [x for _, x in pairs], []
+    leaves, (values, structure) = _split_leaves(engine, tree, given), jax.tree.flatten(given)
 
-    def flat(*values: Any) -> list[Any]:
-        results, result_structure = jax.tree.flatten(update(structure.unflatten(values)))
-        after[:] = [result_structure]
-        return results
+    def make_trace(shapes: Sequence[tuple[int, ...]]) -> tuple[_Trace, Any]:
+        abstract = [jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, values, strict=True)]
+        closed, results = jax.make_jaxpr(update, return_shape=True)(structure.unflatten(abstract))
+        return _Trace(engine, closed, leaves), jax.tree.structure(results)
 
-    names = [tree.find(path)[1] or "" for path, _ in pairs]
-    split = _split_leaves(engine)
-    leaves = [split.get(name) for name in names]
-    trace = _Trace(jax.make_jaxpr(flat)(*[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in values]), leaves)
-    labels = _label(engine, trace)
+    trace, after = make_trace([x.shape for x in values])
+    costs = {leaf: {i: _split_cost(trace.eqns[i]) for i in some} for leaf, some in trace.of_leaf.items()}
+    costs = {leaf: some for leaf, some in costs.items() if math.inf in some.values()}
     if selectors is not None:
-        labels = _select(engine, selectors, split, labels)
-    if not labels:
+        selected = _select(engine, selectors, leaves, [leaf.path for leaf in costs])
+        costs = {leaf: some for leaf, some in costs.items() if leaf.path in selected}
+    if not costs:
         return update(given)
-    has_layers = any(leaf.stacked for leaf in labels)
-    run = _Run(engine, trace, labels, _trace_one_layer(flat, values, leaves) if has_layers else None)
-    results = run.run(values)
-    moves += run.moves
-    return after[0].unflatten(results)
+    if any(leaf.stacked for leaf in costs):
+        with contextlib.suppress(TypeError, ValueError):  # of an update that fails with stacks of one layer
+            one, _ = make_trace([_one_layer(x.shape, leaf) for x, leaf in zip(values, leaves, strict=True)])
+            if _without_sizes(trace.jaxpr) == _without_sizes(one.jaxpr):
+                trace.one, trace.twins = one.jaxpr, dict(zip(trace.twins, one.twins, strict=True))
+    whole = {i: leaf for leaf, some in costs.items() for i in trace.cheapest(leaf, some)}
+    return after.unflatten(trace.run(values, whole, moves))
 
 
-class _Trace:
-    """The trace of an update, with the leaves that its values depend on."""
-
-    def __init__(self, closed: Any, leaves: Sequence[Leaf | None]):
-        closed = inline_jits(closed, is_jit)
-        self.jaxpr, self.consts = closed.jaxpr, closed.consts
-        self.leaves: dict[Any, tuple[Leaf, ...]] = {}
-        self.readers: dict[Any, list[int | None]] = {}  # None: a result
-        self.made_by: dict[Any, int] = {}
-        for var, leaf in zip(self.jaxpr.invars, leaves, strict=True):
-            self.leaves[var] = (leaf,) if leaf else ()
-        for i, eqn in enumerate(self.jaxpr.eqns):
-            atoms = [atom for atom in eqn.invars if not is_literal(atom)]
-            found = tuple(dict.fromkeys(leaf for atom in atoms for leaf in self.leaves.get(atom, ())))
-            for var in eqn.outvars:
-                self.leaves[var], self.made_by[var] = found, i
-            for atom in atoms:
-                self.readers.setdefault(atom, []).append(i)
-        for atom in self.jaxpr.outvars:
-            if not is_literal(atom):
-                self.readers.setdefault(atom, []).append(None)
-
-    def of_leaf(self) -> dict[Leaf, list[int]]:
-        """Return the operations that depend on one leaf only, by leaf."""
-        found: dict[Leaf, list[int]] = {}
-        for i, eqn in enumerate(self.jaxpr.eqns):
-            for leaf in self.leaves[eqn.outvars[0]] if len(self.leaves[eqn.outvars[0]]) == 1 else ():
-                found.setdefault(leaf, []).append(i)
-        return found
-
-
-# ---- which operations run on whole matrices
-
-
-def _label(engine: Engine, trace: _Trace) -> dict[Leaf, set[int]]:
-    """Return the operations that run on whole matrices, by leaf."""
-    found = {}
-    for leaf, eqns in trace.of_leaf().items():
-        costs = {i: _split_cost(trace.jaxpr.eqns[i]) for i in eqns}
-        if math.inf in costs.values():
-            found[leaf] = _cheapest(engine, leaf, trace, costs)
-    return found
+def _select(engine: Engine, selectors: Selectors, split: Collection[Leaf | None], found: list[str]) -> Collection[str]:
+    trained = {leaf.path: leaf for leaf in engine.layout.leaves if leaf.trainable}
+    shapes = {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in trained.items()}
+    selected = select_leaves("by_matrix: matrices=", selectors, shapes, {})
+    for path, selector in selected.items():
+        leaf = trained[path]
+        if path not in found and (leaf in split or len(leaf.shape) - leaf.stacked < 2):
+            raise ValueError(
+                f"by_matrix: matrices={selector} selects {path} of shape {leaf.shape}, whose update needs no "
+                f"whole matrix; select {', '.join(found[:3]) or 'nothing: use the optimizer without by_matrix'}"
+            )
+    return selected
 
 
 def _split_cost(eqn: Any) -> float:
     """Return the bytes that an operation on split arrays sends; infinite if it needs whole matrices."""
     name, out = eqn.primitive.name, eqn.outvars[0].aval
     shapes = [atom.aval.shape for atom in eqn.invars]
-    if max(map(math.prod, shapes), default=1) <= 1 or name == "broadcast_in_dim" or _is_elementwise(eqn):
+    if max(map(math.prod, shapes), default=1) <= 1 or _is_by_element(eqn):
         return 0
     if name in ("reshape", "squeeze", "expand_dims"):  # only dims of size 1 come or go
         dims = [[size for size in shape if size != 1] for shape in (shapes[0], out.shape)]
         return 0 if dims[0] == dims[1] else math.inf
-    return 2 * _num_bytes(eqn.outvars[0]) if name.startswith(("reduce_", "arg")) else math.inf
-
-
-def _is_elementwise(eqn: Any) -> bool:
-    """Tell whether an operation works by element: it accepts scalars in place of arrays of one shape (or of size 1)."""
-    shape, shapes = eqn.outvars[0].aval.shape, [atom.aval.shape for atom in (*eqn.invars, *eqn.outvars)]
-    if inner_jaxprs(eqn) or not all(x == () or (len(x) == len(shape) and all(map(_fits, x, shape))) for x in shapes):
-        return False
-    key = (eqn.primitive, str(eqn.params), *(str(atom.aval.dtype) for atom in eqn.invars))
-    if key not in _ELEMENTWISE:
-        scalars = [jax.ShapeDtypeStruct((), atom.aval.dtype) for atom in eqn.invars]
-        try:
-            found = jax.eval_shape(lambda *values: eqn.primitive.bind(*values, **eqn.params), *scalars)
-        except (TypeError, ValueError, IndexError, AssertionError, NotImplementedError):
-            found = jax.ShapeDtypeStruct((1,), float)
-        _ELEMENTWISE[key] = all(x.shape == () for x in jax.tree.leaves(found))
-    return _ELEMENTWISE[key]
+    return 2 * out.size * out.dtype.itemsize if name.startswith(("reduce_", "arg")) else math.inf
 
 
 _ELEMENTWISE: dict[Any, bool] = {}
 
 
-def _fits(size: int, whole: int) -> bool:
-    return size in (1, whole)
+def _is_by_element(eqn: Any) -> bool:
+    """Tell whether an operation broadcasts, or accepts scalars in place of arrays of one shape (or of size 1)."""
+    avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
+    sizes = [list(zip(x.shape, avals[-1].shape, strict=False)) for x in avals if x.shape]
+    fits = all(len(some) == len(avals[-1].shape) and all(n in (1, m) for n, m in some) for some in sizes)
+    if inner_jaxprs(eqn) or not fits or eqn.primitive.name == "broadcast_in_dim":
+        return eqn.primitive.name == "broadcast_in_dim"
+    key = (eqn.primitive, str(eqn.params), *(str(x.dtype) for x in avals))
+    if key not in _ELEMENTWISE:
+        scalars = [jax.ShapeDtypeStruct((), atom.aval.dtype) for atom in eqn.invars]
+        try:
+            found = jax.eval_shape(lambda *values: eqn.primitive.bind(*values, **eqn.params), *scalars)
+            _ELEMENTWISE[key] = all(x.shape == () for x in jax.tree.leaves(found))
+        except (TypeError, ValueError, IndexError, AssertionError, NotImplementedError):
+            _ELEMENTWISE[key] = False
+    return _ELEMENTWISE[key]
 
 
-def _num_bytes(var: Any) -> int:
-    return math.prod(var.aval.shape) * var.aval.dtype.itemsize
-
-
-def _cheapest(engine: Engine, leaf: Leaf, trace: _Trace, costs: Mapping[int, float]) -> set[int]:
-    """Choose the operations of a leaf that run on whole matrices, so that the fewest bytes are moved: a minimum cut."""
-    from scipy.sparse import csr_matrix  # a dependency of JAX; slow to import
-    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
-    source, sink, infinite = 0, 1, 2**30
-    node = {i: place for place, i in enumerate(costs, start=2)}
-    edges: dict[tuple[int, int], float] = {(node[i], sink): cost for i, cost in costs.items() if cost}
-    atoms = (atom for i in costs for atom in (*trace.jaxpr.eqns[i].invars, *trace.jaxpr.eqns[i].outvars))
-    count = len(node) + 2
-    for var in dict.fromkeys(x for x in atoms if not is_literal(x) and leaf in trace.leaves.get(x, ())):
-        made = node.get(trace.made_by.get(var, -1), source)
-        readers = [source if i is None else node.get(i, source) for i in trace.readers.get(var, ())]
-        form = Form(engine, leaf, var.aval.shape, leaf.stacked)
-        size = max(_num_bytes(var) / math.prod(num for _, num in form.splits.values()), 1)
-        edges[made, count], edges[count + 1, made] = size, size
-        for reader in readers:
-            edges[count, reader] = edges[reader, count + 1] = math.inf
-        count += 2
-    unit = max(sum(size for size in edges.values() if size < math.inf) / 2**24, 1)
-    capacity = [infinite if size == math.inf else math.ceil(size / unit) for size in edges.values()]
-    rows, columns = zip(*edges, strict=True)
-    graph = csr_matrix((np.array(capacity, np.int32), (rows, columns)), shape=(count, count))
-    rest = graph - maximum_flow(graph, source, sink).flow
-    rest.data[rest.data < 0] = 0
-    rest.eliminate_zeros()
-    whole = set(breadth_first_order(rest.T.tocsr(), sink, return_predecessors=False).tolist())
-    return {i for i, place in node.items() if place in whole}
-
-
-def _select(
-    engine: Engine, selectors: Selectors, split: Mapping[str, Leaf], labels: dict[Leaf, set[int]]
-) -> dict[Leaf, set[int]]:
-    shapes = {x.path: jax.ShapeDtypeStruct(x.shape, x.dtype) for x in engine.layout.leaves if x.trainable}
-    selected = select_leaves("by_matrix: matrices=", selectors, shapes, {})
-    found = {leaf.path: leaf for leaf in labels}
-    for path, selector in selected.items():
-        leaf = engine.layout.by_path[path]
-        if path not in found and (path in split or len(leaf.shape) - leaf.stacked < 2):
-            raise ValueError(
-                f"by_matrix: matrices={selector} selects {path} of shape {shapes[path].shape}, whose update needs no "
-                f"whole matrix; select {', '.join(list(found)[:3]) or 'nothing: use the optimizer without by_matrix'}"
-            )
-    return {leaf: eqns for leaf, eqns in labels.items() if leaf.path in selected}
-
-
-# ---- one layer
-
-
-def _trace_one_layer(flat: Callable[..., list[Any]], values: Sequence[Any], leaves: Sequence[Leaf | None]) -> Any:
-    """Trace the update with stacks of one layer; None if it fails."""
-    shapes = [jax.ShapeDtypeStruct(_one_layer(x.shape, leaf), x.dtype) for x, leaf in zip(values, leaves, strict=True)]
-    try:
-        return _Trace(jax.make_jaxpr(flat)(*shapes), leaves)
-    except (TypeError, ValueError):
-        return None
+# ---- layers
 
 
 def _one_layer(shape: tuple[int, ...], leaf: Leaf | None) -> tuple[int, ...]:
@@ -301,165 +202,164 @@ def _one_layer(shape: tuple[int, ...], leaf: Leaf | None) -> tuple[int, ...]:
     return (*[1] * num, *shape[num:])
 
 
-def _pair_up(trace: _Trace, other: _Trace | None) -> dict[Any, Any] | None:
-    """Return the variables of the other trace by those of a trace, if both have the same operations."""
-    if other is None or len(trace.jaxpr.eqns) != len(other.jaxpr.eqns):
-        return None
-    heads = [(*x.jaxpr.constvars, *x.jaxpr.invars) for x in (trace, other)]
-    if len(heads[0]) != len(heads[1]):
-        return None
-    twins = dict(zip(*heads, strict=True))
-    for a, b in zip(trace.jaxpr.eqns, other.jaxpr.eqns, strict=True):
-        if a.primitive.name != b.primitive.name or len(a.invars) != len(b.invars):
-            return None
-        for x, y in zip(a.invars, b.invars, strict=True):
-            if is_literal(x) != is_literal(y) or (x.val != y.val if is_literal(x) else twins.get(x) is not y):
-                return None
-        twins.update(zip(a.outvars, b.outvars, strict=True))
-    return twins
+def _variables(jaxpr: Any) -> list[Any]:
+    return [*jaxpr.constvars, *jaxpr.invars, *(var for eqn in jaxpr.eqns for var in eqn.outvars)]
 
 
-_ALONG = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp", "sort", "rev", "split")
+def _without_sizes(jaxpr: Any) -> Any:
+    """Return the operations of a jaxpr, also inner ones, with operands, literals and numbers of dims."""
+    place = {var: (i, len(var.aval.shape)) for i, var in enumerate(_variables(jaxpr))}
+    read = lambda x: np.asarray(x.val).tolist() if is_literal(x) else place[x]  # noqa: E731
+    eqns = [(x.primitive, *map(read, x.invars), *map(_without_sizes, inner_jaxprs(x))) for x in jaxpr.eqns]
+    return list(place.values()), eqns, [read(x) for x in jaxpr.outvars]
 
 
-def _keeps_layers(pairs: Iterator[tuple[Any, Any]], num_layers: int) -> bool:
-    """Tell whether operations, each with its twin for one layer, treat layers separately."""
-    for a, b in pairs:
-        inner = list(zip(inner_jaxprs(a), inner_jaxprs(b), strict=True))
-        if inner and (a.primitive.name in ("scan", "while", "cond") or "call" in a.primitive.name):
-            if not all(_keeps_layers(zip(x.eqns, y.eqns, strict=True), num_layers) for x, y in inner):
-                return False
-            continue
-        sizes = [
-            [math.prod(x.aval.shape) / max(math.prod(y.aval.shape), 1) for x, y in zip(*atoms, strict=True)]
-            for atoms in ((a.invars, b.invars), (a.outvars, b.outvars))
-        ]
-        if {*sizes[0], *sizes[1]} - {1, num_layers} or (num_layers > 1 and a.primitive.name in _ALONG):
-            return False
-        if num_layers in sizes[0] and num_layers > 1 and 1 in sizes[1]:
-            return False
-    return True
+_BODIES = {"scan", "while", "cond", "jit", "pjit", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+_BY_LAYER = {"squeeze", "expand_dims", "slice", "dynamic_slice", "concatenate", "argmax", "argmin", *_PRODUCTS}
+_BY_LAYER |= {f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or")}
 
 
-@dataclasses.dataclass(frozen=True)
-class _Part:
-    """Operations on the whole matrices of one leaf.
+def _keeps_layers(eqn: Any, one: Any, num: int) -> bool:
+    """Tell whether an operation treats `num` layers separately; `one` is the same operation for one layer."""
+    atoms = zip((*eqn.invars, *eqn.outvars), (*one.invars, *one.outvars), strict=True)
+    shapes = [(x.aval.shape, y.aval.shape) for x, y in atoms]
+    dims = [[dim for dim in range(len(a)) if a[dim] != b[dim]] for a, b in shapes]  # of layers
+    sizes = {tuple(math.prod(x[dim] for dim in some) for x in pair) for pair, some in zip(shapes, dims, strict=True)}
+    name, given, made = eqn.primitive.name, dims[: len(eqn.invars)], dims[len(eqn.invars) :]
+    if sizes - {(1, 1), (num, 1)}:
+        return False
+    if name in _BODIES:  # the operations inside are separate; a carry mixes layers if a scan is over them
+        return name != "scan" or eqn.params["length"] == one.params["length"] or not scan_counts(eqn)[1]
+    if not any(given):
+        return not any(made) or name == "broadcast_in_dim"
+    if name == "transpose":
+        return [dim for dim in eqn.params["permutation"] if dim in given[0]] == given[0]
+    if name == "reshape":  # layers come first
+        return all(some and math.prod(a[: some[-1] + 1]) == num for (a, _), some in zip(shapes, dims, strict=True))
+    if name == "dot_general" and all(given):
+        return set(zip(*given, strict=False)) <= set(zip(*eqn.params["dimension_numbers"][1], strict=True))
+    if name in _PRODUCTS - {"dot_general"} and max(given[0], default=-1) >= len(shapes[0][0]) - 2:
+        return False
+    return all(made) and (name in _BY_LAYER or _is_by_element(eqn))
+
+
+# ---- operations on whole matrices
+
+
+class _Trace:
+    """The trace of an update, without calls, with the leaves that its values depend on.
 
     Attributes:
-      leaf: the leaf.
-      layers: the number of leading layer dims that are a batch; the operations are traced for one layer.
-      jaxpr: the operations, from `moved` and `shared` to `results`.
-      moved, shared, results: variables of the update's trace: arrays of the leaf, other arrays, and results.
+      made_by, readers: the operations that make and read each variable; a result of the update has reader -1.
+      leaves: the leaves that each variable depends on.
+      of_leaf: the operations that depend on one leaf only, by leaf.
+      one, twins: the same operations for stacks of one layer, if there are such, and their variables.
     """
 
-    leaf: Leaf
-    layers: int
-    jaxpr: Any
-    moved: Vars
-    shared: Vars
-    results: Vars
+    def __init__(self, engine: Engine, closed: Any, leaves: Sequence[Leaf | None]):
+        closed = inline_jits(closed, is_jit)
+        self.engine, self.jaxpr, self.eqns, self.consts = engine, closed.jaxpr, closed.jaxpr.eqns, closed.consts
+        self.one, self.twins = self.jaxpr, {var: var for var in _variables(self.jaxpr)}
+        self.readers: dict[Any, set[int]] = {var: set() for var in self.twins}
+        self.leaves: dict[Any, set[Leaf]] = {var: set() for var in self.twins}
+        self.leaves |= {var: {leaf} for var, leaf in zip(self.jaxpr.invars, leaves, strict=True) if leaf}
+        self.made_by: dict[Any, int] = {}
+        self.of_leaf: dict[Leaf, list[int]] = {}
+        for var in (atom for atom in self.jaxpr.outvars if not is_literal(atom)):
+            self.readers[var].add(-1)
+        for i, eqn in enumerate(self.eqns):
+            found: set[Leaf] = set()
+            for var in _inputs(eqn):
+                self.readers[var].add(i)
+                found |= self.leaves[var]
+            if len(found) > 1 and all(var.aval.size == 1 for var in eqn.outvars):
+                found = set()  # such as a global norm: its value is on every device
+            for var in eqn.outvars:
+                self.leaves[var], self.made_by[var] = found, i
+            if len(found) == 1:
+                self.of_leaf.setdefault(next(iter(found)), []).append(i)
 
-    def key(self, engine: Engine) -> Any:
-        """Parts of equal keys are computed as one batch."""
-        forms = [Form(engine, self.leaf, var.aval.shape, self.layers) for var in (*self.moved, *self.results)]
-        return str(self.jaxpr), self.shared, tuple(form.key for form in forms)
+    def cheapest(self, leaf: Leaf, costs: Mapping[int, float]) -> list[int]:
+        """Choose operations of a leaf to run on whole matrices, so that the fewest bytes are moved: a minimum cut.
 
+        Args:
+          costs: the bytes that the leaf's operations send on split arrays.
+        """
+        from scipy.sparse import csr_matrix  # a dependency of JAX; slow to import
+        from scipy.sparse.csgraph import breadth_first_order, maximum_flow
 
-class _Run:
-    """Runs the trace of an update, in which some operations run on whole matrices."""
+        node = {i: place for place, i in enumerate(costs, start=2)}  # 0: on whole matrices; 1: on split arrays
+        edges = {(0, node[i]): cost for i, cost in costs.items() if cost}
+        count = len(node) + 2
+        atoms = (x for i in costs for x in (*_inputs(self.eqns[i]), *self.eqns[i].outvars) if leaf in self.leaves[x])
+        for var in dict.fromkeys(atoms):
+            made, *readers = (node.get(i, 1) for i in (self.made_by.get(var, -1), *self.readers[var]))
+            form = Form(self.engine, leaf, var.aval.shape, leaf.stacked)
+            size = var.aval.size * var.aval.dtype.itemsize / math.prod(num for _, num in form.splits.values())
+            edges[count, made] = edges[made, count + 1] = max(size, 1)
+            for reader in readers:
+                edges[reader, count] = edges[count + 1, reader] = math.inf
+            count += 2
+        sizes = np.array(list(edges.values()), float)
+        unit = max(sizes[np.isfinite(sizes)].sum() / 2**24, 1)
+        capacity = np.minimum(np.ceil(sizes / unit), 2**30).astype(np.int32)
+        graph = csr_matrix((capacity, tuple(zip(*edges, strict=True))), shape=(count, count))
+        rest = graph - maximum_flow(graph, 0, 1).flow
+        whole = breadth_first_order(rest, 0, return_predecessors=False)
+        return [i for i in costs if node[i] in whole]
 
-    def __init__(self, engine: Engine, trace: _Trace, labels: Mapping[Leaf, set[int]], one: _Trace | None):
-        self.engine, self.trace = engine, trace
-        self.owner = {i: leaf for leaf, eqns in labels.items() for i in eqns}
-        twins = _pair_up(trace, one)
-        self.one, self.twins = (one, twins) if one and twins else (trace, None)
-        self.stage = self._stages()
-        self.moves: list[Move] = []
+    def run(self, values: Sequence[Any], whole: Mapping[int, Leaf], moves: list[Move]) -> list[Any]:
+        """Return the results of the update.
 
-    def _stages(self) -> list[int]:
-        """Number the operations: one on whole matrices comes after all on split arrays with a smaller number."""
-        stages: list[int] = []
-        for i, eqn in enumerate(self.trace.jaxpr.eqns):
-            before = [self.trace.made_by[x] for x in eqn.invars if not is_literal(x) and x in self.trace.made_by]
-            is_whole = i in self.owner
-            stages.append(max([int(is_whole), *(stages[j] + (is_whole and j not in self.owner) for j in before)]))
-        return stages
-
-    def run(self, values: Sequence[Any]) -> list[Any]:
-        jaxpr = self.trace.jaxpr
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*self.trace.consts, *values], strict=True))
-        for stage in range(max(self.stage, default=0) + 1):
-            for parts in self._batches(stage):
+        Args:
+          whole: the operations that run on whole matrices, with their leaves.
+          moves: a list to which the movements are added.
+        """
+        env = dict(zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *values], strict=True))
+        waiting = list(range(len(self.eqns)))
+        while waiting:
+            indices, waiting, of_leaf = waiting, [], {}
+            for i in indices:
+                missing = {self.made_by[x] for x in _inputs(self.eqns[i]) if x not in env}
+                if i in whole and missing <= of_leaf.get(whole[i], set()):
+                    of_leaf.setdefault(whole[i], set()).add(i)
+                elif i in whole or missing:
+                    waiting.append(i)
+                else:
+                    found = eval_eqn(self.jaxpr, self.eqns[i], [read(env, atom) for atom in self.eqns[i].invars])
+                    env.update(zip(self.eqns[i].outvars, found, strict=True))
+            batches: dict[Any, list[Part]] = {}
+            for part in itertools.starmap(self._part, of_leaf.items()):
+                batches.setdefault(part.key(self.engine), []).append(part)
+            for parts in batches.values():
                 with jax.named_scope(f"{SCOPE}.{MATRICES}.{parts[0].leaf.path}"):
-                    env |= self._run_batch(parts, env)
-            for i, eqn in enumerate(jaxpr.eqns):
-                if self.stage[i] == stage and i not in self.owner:
-                    found = eval_eqn(jaxpr, eqn, [read(env, atom) for atom in eqn.invars])
-                    env.update(zip(eqn.outvars, found, strict=True))
-        return [read(env, atom) for atom in jaxpr.outvars]
+                    found, moved = compute_whole(self.engine, parts, env)
+                env |= found
+                moves += moved
+        return [read(env, atom) for atom in self.jaxpr.outvars]
 
-    def _batches(self, stage: int) -> list[list[_Part]]:
-        by_leaf: dict[Leaf, list[int]] = {}
-        for i, leaf in sorted(self.owner.items()):
-            if self.stage[i] == stage:
-                by_leaf.setdefault(leaf, []).append(i)
-        batches: dict[Any, list[_Part]] = {}
-        for leaf, eqns in by_leaf.items():
-            part = self._part(leaf, eqns)
-            batches.setdefault(part.key(self.engine), []).append(part)
-        return list(batches.values())
-
-    def _part(self, leaf: Leaf, indices: list[int]) -> _Part:
-        eqns, inside = [self.trace.jaxpr.eqns[i] for i in indices], set(indices)
+    def _part(self, leaf: Leaf, inside: set[int]) -> Part:
+        for i in reversed(range(max(inside))):  # arrays made of scalars are made again
+            var = self.eqns[i].outvars[0]
+            if self.readers[var] & inside and not self.leaves[var] and var.aval.shape and _is_by_element(self.eqns[i]):
+                inside.add(i)
+        eqns, ones = ([jaxpr.eqns[i] for i in sorted(inside)] for jaxpr in (self.jaxpr, self.one))
         made = [var for eqn in eqns for var in eqn.outvars]
-        atoms = dict.fromkeys(x for eqn in eqns for x in eqn.invars if not is_literal(x) and x not in made)
-        moved = tuple(x for x in atoms if self.trace.leaves.get(x))
-        shared = tuple(x for x in atoms if x not in moved)
-        results = tuple(x for x in made if set(self.trace.readers.get(x, ())) - inside)
-        if leaf.stacked and (part := self._part_of_layers(leaf, indices, moved, shared, results)):
-            return part
-        return _Part(leaf, 0, only(self.trace.jaxpr, eqns, [*moved, *shared], results), moved, shared, results)
+        given = dict.fromkeys(x for eqn in eqns for x in _inputs(eqn) if x not in made)
+        moved, shared = ([x for x in given if bool(self.leaves[x]) is is_moved] for is_moved in (True, False))
+        results = [x for x in made if self.leaves[x] and self.readers[x] - inside]
+        num = math.prod(leaf.shape[: leaf.stacked])
+        shapes = {x: _one_layer(x.aval.shape, leaf if self.leaves[x] else None) for x in (*given, *results)}
+        pairs = zip(*(all_eqns(self.jaxpr.replace(eqns=some)) for some in (eqns, ones)), strict=True)
+        if (
+            all(self.twins[x].aval.shape == shape for x, shape in shapes.items())
+            and all(x.aval.shape[: leaf.stacked] == leaf.shape[: leaf.stacked] for x in results)
+            and all(_keeps_layers(a, b, num) for a, b in pairs)
+        ):
+            inputs, outputs = ([self.twins[x] for x in some] for some in ([*moved, *shared], results))
+            return Part(leaf, leaf.stacked, only(self.one, ones, inputs, outputs), moved, shared, results)
+        return Part(leaf, 0, only(self.jaxpr, eqns, [*moved, *shared], results), moved, shared, results)
 
-    def _part_of_layers(self, leaf: Leaf, indices: list[int], moved: Vars, shared: Vars, results: Vars) -> _Part | None:
-        """Return a part with layers as a batch; None if an operation mixes layers."""
-        if self.twins is None:
-            return None
-        eqns, twins = ([jaxpr.eqns[i] for i in indices] for jaxpr in (self.trace.jaxpr, self.one.jaxpr))
-        if not _keeps_layers(zip(eqns, twins, strict=True), math.prod(leaf.shape[: leaf.stacked])):
-            return None
-        for var in (*moved, *results):
-            if self.twins[var].aval.shape != _one_layer(var.aval.shape, leaf):
-                return None
-        made_again: list[int] = []
-        needed, common = list(shared), []
-        while needed:  # arrays of other shapes for one layer: made again from scalars
-            var = needed.pop()
-            if self.twins[var].aval.shape == var.aval.shape:
-                common.append(var)
-                continue
-            i = self.trace.made_by.get(var)
-            if i is None:
-                return None
-            eqn = self.trace.jaxpr.eqns[i]
-            if eqn.primitive.name != "broadcast_in_dim" and not _is_elementwise(eqn):
-                return None
-            made_again.append(i)
-            needed += [x for x in eqn.invars if not is_literal(x)]
-        common = tuple(dict.fromkeys(common))
-        all_eqns = [self.one.jaxpr.eqns[i] for i in sorted({*made_again, *indices})]
-        given, wanted = ([self.twins[x] for x in some] for some in ((*moved, *common), results))
-        return _Part(leaf, leaf.stacked, only(self.one.jaxpr, all_eqns, given, wanted), moved, common, results)
 
-    def _run_batch(self, parts: Sequence[_Part], env: Mapping[Any, Any]) -> dict[Any, Any]:
-        """Run parts of equal keys on whole matrices; return their results by variable."""
-        found, moves = compute_whole(
-            self.engine,
-            [(part.leaf, part.layers) for part in parts],
-            [[env[var] for var in part.moved] for part in parts],
-            [[var.aval.shape for var in part.results] for part in parts],
-            functools.partial(core.eval_jaxpr, parts[0].jaxpr, ()),
-            [env[var] for var in parts[0].shared],
-        )
-        self.moves += moves
-        pairs = [zip(part.results, some, strict=True) for part, some in zip(parts, found, strict=True)]
-        return {var: x for some in pairs for var, x in some}
+def _inputs(eqn: Any) -> list[Any]:
+    return [atom for atom in eqn.invars if not is_literal(atom)]
