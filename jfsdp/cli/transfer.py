@@ -21,8 +21,10 @@ from jfsdp.checkpoint.foreign.peft_files import CONFIG as PEFT_CONFIG
 from jfsdp.checkpoint.foreign.safetensors import CONFIG as HF_CONFIG
 from jfsdp.checkpoint.source import Recast, Renamed, Watched, total_bytes
 from jfsdp.cli.console import print_wrapped, progress_of
+from jfsdp.extras import MissingExtra
 from jfsdp.launch.runtime import start_jax
 from jfsdp.layout.lora import Adapter
+from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.job import Job, load_job
 from jfsdp.trainer.options import Dtype, Fields, Name, Number, Real, optional, read_config
@@ -134,6 +136,9 @@ class Export(_ModelOptions):
             print("note: the name mapping has no to_config, so no config.json is written", file=sys.stderr)
         elif self.max_length is not None:
             config = _with_length(config, self.max_length)
+        run = stored.get("config") or {}
+        if config is not None and (tokenizer := _find_tokenizer(run)) is not None:
+            config = {"eos_token_id": tokenizer.eod_id} | config
         with progress_of(self.json, "reading", 4 * STREAM_BYTES, None):
             source = our_parameters(path, _leaves(job), averages=self.ema, cache_bytes=STREAM_BYTES)
         bound = 6 * STREAM_BYTES + MEMORY_BYTES
@@ -147,7 +152,7 @@ class Export(_ModelOptions):
                 max_shard_bytes=int(self.max_shard_gb * 1e9),
                 allow_nonfinite=self.allow_nonfinite,
             )
-        copied = _copy_model_files(stored.get("config") or {}, written.directory)
+        copied = _copy_model_files(run, written.directory)
         _print_written(self.json, path, written, copied)
         return 0
 
@@ -326,10 +331,23 @@ def _config_of(options: Import, job: Job) -> dict[str, Any]:
 
 
 _TOKENIZER = ("tokenizer*", "*token*_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template*")
+_SPECIAL_FILES = ("tokenizer_config.json", "special_tokens_map.json")  # either states the special tokens
+
+
+def _find_tokenizer(config: dict[str, Any]) -> Tokenizer | None:
+    """Load the tokenizer of a run; None if it has none, or its file cannot be read."""
+    name = config.get("tokenizer") or config.get("init_from")
+    try:
+        return None if name is None else load_tokenizer(name, eod_token=config.get("eod_token"))
+    except (ValueError, MissingExtra):
+        return None
 
 
 def _copy_model_files(config: dict[str, Any], target: Path) -> list[str]:
     """Copy the tokenizer's files, the chat template and generation_config.json; return the names of the files.
+
+    transformers reads the end token from tokenizer_config.json. If the tokenizer is only a tokenizer.json, this
+    function writes one with the run's end-of-document token.
 
     Args:
       config: of the run. The tokenizer's files come from its directory, and generation_config.json from the directory
@@ -355,7 +373,13 @@ def _copy_model_files(config: dict[str, Any], target: Path) -> list[str]:
     found = {name: file for name, file in found.items() if file.is_file()}
     for name, file in found.items():
         shutil.copyfile(file, target / name)
-    return sorted(found)
+    names = set(found)
+    if "tokenizer.json" in names and names.isdisjoint(_SPECIAL_FILES) and (loaded := _find_tokenizer(config)):
+        end = loaded.decode([loaded.eod_id], special=True)
+        stated = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+        (target / "tokenizer_config.json").write_text(json.dumps(stated))
+        names.add("tokenizer_config.json")
+    return sorted(names)
 
 
 def _print_written(is_json: bool, origin: Any, written: Written, copied: Sequence[str] = ()) -> None:

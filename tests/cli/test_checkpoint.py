@@ -9,7 +9,9 @@ import numpy as np
 import optax
 import pytest
 import safetensors.numpy
+import tokenizers
 import torch
+import transformers
 
 import jfsdp
 from jfsdp.checkpoint.convert import write_source
@@ -194,6 +196,21 @@ def test_an_export_has_the_files_that_its_run_found_beside_weights_and_tokenizer
     copied = {"generation_config.json", "tokenizer.json", "merges.txt", "chat_template.jinja"}
     assert {file.name for file in (tmp_path / "out").iterdir()} == copied | {"config.json", "model.safetensors"}
     assert (tmp_path / "out" / "tokenizer.json").read_text() == "mine/my.json"
+
+
+@pytest.mark.parametrize("eod_token", [None, "<stop>"])
+def test_an_export_with_only_a_tokenizer_json_states_the_end_token(call, state, tmp_path, eod_token):
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, "a"))
+    tokenizer.add_special_tokens(["<|endoftext|>", "<stop>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    stated = {"model": "llama-tiny", "model_config": FIELDS, "tokenizer": str(tmp_path / "tokenizer.json")}
+    jfsdp.checkpoint.save(tmp_path / "saved", state, config={"config": stated | {"eod_token": eod_token}})
+    found = json.loads(call("export", tmp_path / "saved", tmp_path / "out", "--json").out)
+    assert found["copied"] == ["tokenizer.json", "tokenizer_config.json"]
+    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    end = (eod_token or "<|endoftext|>", 3 if eod_token else 2)
+    assert (loaded.eos_token, loaded.eos_token_id) == end
+    assert transformers.AutoConfig.from_pretrained(tmp_path / "out").eos_token_id == end[1]
 
 
 @pytest.fixture
