@@ -15,7 +15,7 @@ from jfsdp.layout.mesh import make_mesh
 from jfsdp.trainer.job import find_job
 from jfsdp.trainer.run.build import build, with_global_batch
 from jfsdp.trainer.run.config import TrainConfig
-from jfsdp.trainer.run.weights import check_paths, with_tokenizer
+from jfsdp.trainer.run.weights import check_paths, open_checkpoints, with_tokenizer
 from jfsdp.trainer.sources.source import open_source
 from jfsdp.trainer.step import make_schedule
 from tests.options import changed, made
@@ -93,6 +93,15 @@ def test_the_schedule_rises_to_the_peak_and_falls_to_the_floor():
 def test_every_schedule_has_a_warmup_and_the_floor_at_its_end(kind, warmup, steps, rates):
     schedule = make_schedule(2.0, warmup, steps, 0.1, kind)
     assert {n: round(float(schedule(n)), 6) for n in rates} == rates
+
+
+def test_the_checkpoints_of_a_run_keep_the_best_by_the_metric_of_keep_best(tmp_path):
+    model = fully_shard(lambda rngs: nnx.Linear(8, 8, rngs=rngs))
+    state = model.init(optax.sgd(0.1))
+    with open_checkpoints(changed(CONFIG, keep=1, keep_best="eval_loss:min:1"), tmp_path) as checkpoints:
+        for step, loss in ((1, 2.0), (2, 1.0), (3, 3.0)):
+            checkpoints.save(step, state, metrics={"eval_loss": loss})
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("[0-9]")) == ["2", "3"]
 
 
 def test_a_run_gets_the_schedule_and_the_optimizer_of_its_options():
