@@ -87,19 +87,19 @@ def shampoo(rate):
 
     def root(x):
         values, vectors = jnp.linalg.eigh(x + 1e-3 * jnp.eye(x.shape[-1]))
-        return vectors * values[..., None, :] ** -0.25 @ jnp.swapaxes(vectors, -1, -2)
+        return vectors * values**-0.25 @ vectors.T
+
+    def of_matrix(x, kept):
+        new = {"l": kept["l"] + x @ x.T, "r": kept["r"] + x.T @ x}
+        return -rate * root(new["l"]) @ x @ root(new["r"]), new
 
     def update(grads, state, params=None):
         leaves, tree = jax.tree.flatten(grads)
         updates, after = [], []
         for x, kept in zip(leaves, tree.flatten_up_to(state), strict=True):
-            if kept is None:
-                updates.append(-rate * x)
-                after.append(None)
-                continue
-            turned = jnp.swapaxes(x, -1, -2)
-            new = {"l": kept["l"] + x @ turned, "r": kept["r"] + turned @ x}
-            updates.append(-rate * root(new["l"]) @ x @ root(new["r"]))
+            run = jax.vmap(of_matrix) if x.ndim == 3 else of_matrix
+            one, new = (-rate * x, None) if kept is None else run(x, kept)
+            updates.append(one)
             after.append(new)
         return tree.unflatten(updates), tree.unflatten(after)
 
@@ -256,6 +256,12 @@ def test_an_optimizer_equals_one_device(optimizer, stacked):
     check(optimizer, stacked, "4 x tensor 2" if stacked else "8")
 
 
+@pytest.mark.proof
+@pytest.mark.parametrize("place", MESHES)
+def test_arrays_of_other_shapes_equal_one_device(place):
+    check("shampoo", True, place)
+
+
 def test_a_checkpoint_continues_on_another_mesh(tmp_path):
     """Its bits equal those that `reshard` moves, also after another step. The values are those of the old mesh."""
     (sizes, options), (new_sizes, new_options) = MESHES["2 x 4, opt over all"], MESHES["pipe 2 x 2"]
@@ -312,14 +318,13 @@ def test_a_global_norm_inside_changes_no_moves():
     assert moves_of("8", False, clipped) == moves_of("8", False)
 
 
-def test_layers_of_a_stack_are_moved_to_several_devices():
-    """Over 3 devices, 4 layers: each has up to 2 of them. A stack that is one matrix has one owner, the others none."""
-    found = {name: moves_of("3", True, by_matrix(OPTIMIZERS[name]())) for name in ("muon", "muon of whole stacks")}
-    up = {
-        name: {(kind, size) for path, kind, _, size, _ in some if path == "layers.up.kernel"}
-        for name, some in found.items()
-    }
-    assert up == {"muon": {("all-to-all", 3)}, "muon of whole stacks": {("all-gather", 3)}}
+@pytest.mark.parametrize(
+    ("optimizer", "is_by_layer"), [("muon", True), ("shampoo", True), ("muon of whole stacks", False)]
+)
+def test_layers_of_a_stack_are_moved_to_several_devices(optimizer, is_by_layer):
+    """Over 3 devices, 4 layers: each has up to 2 of them. A stack that is one matrix is whole on every device."""
+    found = moves_of("3", True, by_matrix(OPTIMIZERS[optimizer]()))
+    assert (("layers.up.kernel", "all-to-all") in {(path, kind) for path, kind, *_ in found}) is is_by_layer
 
 
 def test_ddp_moves_nothing():

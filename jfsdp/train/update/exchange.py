@@ -49,13 +49,15 @@ class Form:
     """
 
     def __init__(self, engine: Engine, leaf: Leaf, shape: Shape, layers: int, lead: Form | None = None):
-        role = place_array(engine.layout, "", leaf.path, shape)
+        roles = [place_array(engine.layout, "", leaf.path, some) for some in (leaf.shape, shape)]
         self.leaf = leaf
         self.layers = layers if shape[:layers] == leaf.shape[:layers] else 0
-        self.shape, self.padded_shape = shape[self.layers :], role.stored_shape[self.layers :]
-        spec = engine.layout.named_sharding(engine.mesh, role.spec).spec
-        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in (*spec, *[None] * len(shape))]
-        axes_of = [tuple(axis for axis in axes if axis) for axes in entries[: len(shape)]]
+        self.shape, self.padded_shape = shape[self.layers :], roles[1].stored_shape[self.layers :]
+        of_leaf, of_array = (engine.layout.named_sharding(engine.mesh, role.spec).spec for role in roles)
+        padded = (*of_array, *[None] * len(shape))[: len(shape)]
+        spec = (*of_leaf, *[None] * layers)[: self.layers] + padded[self.layers :]  # stages of a pipeline as the leaf
+        entries = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+        axes_of = [tuple(axis for axis in axes if axis) for axes in entries]
         if lead is not None:  # only splits that the leaf has
             axes_of[self.layers :] = [axes if axes in lead.splits else () for axes in axes_of[self.layers :]]
         sizes = [math.prod(engine.mesh.shape[axis] for axis in axes) for axes in axes_of]
