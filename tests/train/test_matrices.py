@@ -142,6 +142,8 @@ def with_side(x, side):
 
 MIXES = {  # the layers of a stack
     "a carry": lambda x, side: (jax.lax.scan(carry, 0.0, squared(x))[1], side),
+    "a sort": lambda x, side: (jax.lax.sort(squared(x), dimension=0), side),
+    "an inverse": lambda x, side: (jax.vmap(lambda x: jnp.linalg.inv(x @ x.T + jnp.eye(len(x))) @ x)(x), side),
     "a cumulative sum": lambda x, side: (jnp.cumsum(squared(x), 0), side),
     "a reshape": lambda x, side: (squared(x) + squared(x).reshape(x.shape[1], x.shape[0], -1).sum(0)[:, None], side),
     "a loop over layers": lambda x, side: (jax.lax.map(squared, x[:, None])[:, 0], side),
@@ -318,9 +320,10 @@ def test_a_global_norm_inside_changes_no_moves():
     assert moves_of("8", False, clipped) == moves_of("8", False)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "is_by_layer"), [("muon", True), ("shampoo", True), ("muon of whole stacks", False)]
-)
+BY_LAYER = {"muon": True, "shampoo": True, "layers with an inverse": True, "muon of whole stacks": False}
+
+
+@pytest.mark.parametrize(("optimizer", "is_by_layer"), BY_LAYER.items())
 def test_layers_of_a_stack_are_moved_to_several_devices(optimizer, is_by_layer):
     """Over 3 devices, 4 layers: each has up to 2 of them. A stack that is one matrix is whole on every device."""
     found = moves_of("3", True, by_matrix(OPTIMIZERS[optimizer]()))

@@ -181,7 +181,7 @@ def _is_by_element(eqn: Any) -> bool:
     avals = [atom.aval for atom in (*eqn.invars, *eqn.outvars)]
     sizes = [list(zip(x.shape, avals[-1].shape, strict=False)) for x in avals if x.shape]
     fits = all(len(some) == len(avals[-1].shape) and all(n in (1, m) for n, m in some) for some in sizes)
-    if inner_jaxprs(eqn) or not fits or eqn.primitive.name == "broadcast_in_dim":
+    if inner_jaxprs(eqn) or not fits or eqn.primitive.name in ("broadcast_in_dim", "sort"):  # JAX sorts scalars too
         return eqn.primitive.name == "broadcast_in_dim"
     key = (eqn.primitive, str(eqn.params), *(str(x.dtype) for x in avals))
     if key not in _ELEMENTWISE:
@@ -214,7 +214,8 @@ def _without_sizes(jaxpr: Any) -> Any:
     return list(place.values()), eqns, [read(x) for x in jaxpr.outvars]
 
 
-_BODIES = {"scan", "while", "cond", "jit", "pjit", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call"}
+_CALLS = {"jit", "pjit", "closed_call", "checkpoint", "custom_jvp_call", "custom_vjp_call", "custom_linear_solve"}
+_BODIES = {"scan", "while", "cond", *_CALLS}
 _BY_LAYER = {"squeeze", "expand_dims", "slice", "dynamic_slice", "concatenate", "argmax", "argmin", *_PRODUCTS}
 _BY_LAYER |= {f"reduce_{name}" for name in ("sum", "max", "min", "prod", "and", "or")}
 
@@ -236,8 +237,12 @@ def _keeps_layers(eqn: Any, one: Any, num: int) -> bool:
         return [dim for dim in eqn.params["permutation"] if dim in given[0]] == given[0]
     if name == "reshape":  # layers come first
         return all(some and math.prod(a[: some[-1] + 1]) == num for (a, _), some in zip(shapes, dims, strict=True))
-    if name == "dot_general" and all(given):
-        return set(zip(*given, strict=False)) <= set(zip(*eqn.params["dimension_numbers"][1], strict=True))
+    if name in ("dot_general", "gather") and all(given):
+        numbers = eqn.params["dimension_numbers"]
+        batch = numbers[1] if name == "dot_general" else numbers[-2:]  # batch dims of the operands
+        return set(zip(*given, strict=False)) <= set(zip(*batch, strict=True))
+    if name == "sort":
+        return all(given) and eqn.params["dimension"] not in given[0]
     if name in _PRODUCTS - {"dot_general"} and max(given[0], default=-1) >= len(shapes[0][0]) - 2:
         return False
     return all(made) and (name in _BY_LAYER or _is_by_element(eqn))
