@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from jfsdp.layout.placements import Replicate as Replicate
     from jfsdp.layout.placements import Shard as Shard
     from jfsdp.layout.placements import placements as placements
+    from jfsdp.layout.policy import UNIT_INPUT as UNIT_INPUT
     from jfsdp.layout.policy import OffloadPolicy as OffloadPolicy
     from jfsdp.layout.policy import SaveNames as SaveNames
     from jfsdp.layout.precision import MixedPrecisionPolicy as MixedPrecisionPolicy

@@ -35,6 +35,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend, describe_attention, document_positions, document_view
 from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
+from .chunks import by_chunks
 from .elementwise import rms_norm, swiglu
 from .llama_config import PRESETS, LlamaConfig, RopeScaling, flops_per_token
 from .llama_hf import PRETRAINED
@@ -171,7 +172,8 @@ class Attention(nnx.Module):
         self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
 
-    def __call__(self, x: jax.Array, rope: Rope, documents: Any, cache: Cache | None = None) -> Any:
+    def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return rotated queries and keys, and values. Layout: [B T D] -> [B T H A], [B T K A], [B T K A]."""
         config = self.config
         batch, seq_len, _ = x.shape
         query = self.q_proj(x).reshape(batch, seq_len, config.num_heads, config.head_size)
@@ -179,16 +181,18 @@ class Attention(nnx.Module):
         value = self.v_proj(x).reshape(batch, seq_len, config.num_kv_heads, config.head_size)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = apply_rope(query, rope), apply_rope(key, rope)
-        query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in (query, key, value))
+        return apply_rope(query, (cos, sin)), apply_rope(key, (cos, sin)), value
+
+    def __call__(self, qkv: tuple[jax.Array, ...], documents: Any, cache: Cache | None = None) -> Any:
+        config = self.config
+        query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in qkv)
         if cache is None:
             kernel = partial(attend, choice=config.attention, window=config.local_window_size)
             attended = by_heads(kernel, query, key, value, documents=documents)
         else:  # `documents` are positions
             kernel = partial(attend_cached, choice=config.attention, window=config.local_window_size)
             attended, cache = kernel(query, key, value, cache, documents)
-        attended = checkpoint_name(over_tensor(attended, 2, HEADS), "attended").reshape(batch, seq_len, -1)
-        return self.o_proj(attended) if cache is None else (self.o_proj(attended), cache)
+        return checkpoint_name(over_tensor(attended, 2, HEADS), "attended"), cache
 
 
 class MLP(nnx.Module):
@@ -214,18 +218,24 @@ class DecoderLayer(nnx.Module):
     """A layer: adds attention, then the MLP, to the residual stream. The unit for sharding."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.config = config
         self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attn = Attention(config, rngs=rngs)
         self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MLP(config, rngs=rngs)
 
     def __call__(self, x: jax.Array, rope: Rope, documents: Any, cache: Cache | None = None) -> Any:
-        attended = self.attn(whole_rows(self.attn_norm(x)), rope, documents, cache)
-        if cache is not None:
-            attended, cache = attended
-        x = x + split_tokens(attended)
-        x = x + split_tokens(self.mlp(whole_rows(self.mlp_norm(x))))
+        chunk = self.config.token_chunk if cache is None else None
+        attended, cache = self.attn(by_chunks(self._project, chunk, x, *rope), documents, cache)
+        x = by_chunks(self._feed_forward, chunk, x, attended)
         return x if cache is None else (x, cache)
+
+    def _project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, ...]:
+        return self.attn.project(whole_rows(self.attn_norm(x)), cos, sin)
+
+    def _feed_forward(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        x = x + split_tokens(self.attn.o_proj(attended.reshape(*x.shape[:2], -1)))
+        return x + split_tokens(self.mlp(whole_rows(self.mlp_norm(x))))
 
 
 class LMHead(Linear):

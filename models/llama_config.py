@@ -94,6 +94,8 @@ class LlamaConfig:
         any number, and attention reads a mask.
       loss_chunk: number of tokens of a row whose logits exist at a time in training; see [Note: a loss without logits]
         in losses.py.
+      token_chunk: number of tokens of a row on which a layer computes everything except attention at a time, in
+        training; must divide the row. None: whole rows. See `by_chunks`.
 
     Raises:
       ValueError: for invalid or contradictory values; names field, value and remedy.
@@ -118,6 +120,7 @@ class LlamaConfig:
     attention: AttentionChoice = "auto"
     documents_per_row: int | None = 64
     loss_chunk: int = 2048
+    token_chunk: int | None = None
 
     def __post_init__(self):
         require_counts(self, "vocab_size", "dim", "ffn_dim", "loss_chunk")
@@ -125,8 +128,7 @@ class LlamaConfig:
         require_counts(self, "num_layers", maximum=MAX_LAYERS)
         require_counts(self, "num_heads", "num_kv_heads", maximum=MAX_HEADS)
         require_positive(self, "norm_eps", "rope_theta")
-        if self.head_dim is not None:
-            require_counts(self, "head_dim")
+        require_counts(self, *(name for name in ("head_dim", "token_chunk") if getattr(self, name) is not None))
         if self.local_window_size is not None and not is_count(self.local_window_size, MAX_SIZE):
             raise ValueError(
                 f"LlamaConfig.local_window_size={self.local_window_size!r} must be at least 1 (the query itself); "

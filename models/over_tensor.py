@@ -35,7 +35,8 @@ def make_placements(
     return {**dict.fromkeys(columns, last_dim), **dict.fromkeys(rows, PartitionSpec(AXIS)), **tables}
 
 
-def _size() -> int:
+def tensor_size() -> int:
+    """Return the size of axis `tensor`; 1 if the mesh in context lacks it."""
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
 
@@ -70,7 +71,7 @@ def looked_up(x: jax.Array) -> jax.Array:
 
 
 def _splits(x: jax.Array) -> bool:
-    return _size() > 1 and x.shape[1] % _size() == 0
+    return tensor_size() > 1 and x.shape[1] % tensor_size() == 0
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -95,7 +96,7 @@ def over_tensor(x: jax.Array, dim: int, what: str = "of a value") -> jax.Array:
     Raises:
       ValueError: if the axis does not divide the dim.
     """
-    size = _size()
+    size = tensor_size()
     if size == 1:
         return x
     if x.shape[dim] % size:
@@ -135,7 +136,7 @@ def by_heads(attend: Callable[..., jax.Array], *heads: jax.Array, documents: Any
     """
     mesh = jax.sharding.get_abstract_mesh()
     inside = AxisType.Manual in mesh.axis_types
-    if _size() == 1 or not (inside or mesh.size == _size()):
+    if tensor_size() == 1 or not (inside or mesh.size == tensor_size()):
         return attend(*heads, documents)
     spec = PartitionSpec(None, None, AXIS)
     specs = (*[spec] * len(heads), None if documents is None else PartitionSpec())

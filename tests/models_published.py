@@ -54,7 +54,7 @@ def images(rng, rows):
     return {"images": pixels, "labels": rng.integers(0, CLASSES, rows).astype(np.int32)}
 
 
-def llama(stacked, num_layers=2, vocab=VOCAB):
+def llama(stacked, num_layers=2, vocab=VOCAB, token_chunk=None):
     config = LlamaConfig(
         vocab_size=vocab,
         dim=24,
@@ -66,6 +66,7 @@ def llama(stacked, num_layers=2, vocab=VOCAB):
         stacked=stacked,
         attention="xla",
         loss_chunk=4,
+        token_chunk=token_chunk,
     )
     placements = llama_jobs.placements(config) | ({"embed": None, "lm_head": None} if vocab == VOCAB else {})
     return Case(lambda rngs: Llama(config, rngs), loss_of_model, [DecoderLayer], tokens, placements)
@@ -167,9 +168,10 @@ MODELS |= {
 }
 SMALL = tuple(MODELS)[len(PUBLISHED) :]
 MODELS |= {"llama-deep": llama(True, num_layers=6), "tower-deep": tower(True, num_layers=6)}
+MODELS |= {"llama-chunks": llama(True, num_layers=6, token_chunk=3), "llama-chunks-list": llama(False, token_chunk=2)}
 # Vocabularies that a mesh axis divides, and images whose number of tokens it divides.
 CUT = {"llama-cut": llama(True, num_layers=1, vocab=64), "gpt2-cut": gpt2(vocab=64), "vit-cut": vit("layer", "mean")}
-CUT |= {"vit-odd": vit("layer")}
+CUT |= {"vit-odd": vit("layer"), "llama-chunks-cut": llama(True, vocab=64, token_chunk=2)}
 MODELS |= CUT
 
 

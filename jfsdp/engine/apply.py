@@ -14,7 +14,7 @@ from jfsdp.engine.dataflow import all_eqns, cuts, reads, value_names
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating
 from jfsdp.engine.low_rank import decoded, with_adapters
 from jfsdp.engine.unit import Arrays, Traced, trace_unit
-from jfsdp.layout.policy import saved_names
+from jfsdp.layout.policy import UNIT_INPUT, saved_names
 from jfsdp.layout.units import ROOT
 from jfsdp.modules.adapted import dropout_key
 from jfsdp.modules.model import FlaxModel, Hooks, UnitRun
@@ -226,7 +226,12 @@ class ShardedApply:
 def _check_names(wanted: set[str], jaxpr: Any) -> None:
     """Check that each name in a remat policy is the name of a value; otherwise the policy silently saves nothing."""
     seen = value_names(jaxpr) if wanted else set()
-    unused = sorted(wanted - seen)
+    if UNIT_INPUT in wanted & seen:
+        raise ValueError(
+            f"remat name {UNIT_INPUT}: reserved for inputs of units, and the model gives it to a value; rename that "
+            "value (jax.ad_checkpoint.checkpoint_name)"
+        )
+    unused = sorted(wanted - seen - {UNIT_INPUT})
     if unused:
         raise ValueError(
             f"remat names {', '.join(unused)}: no value in the model has that name; names from "

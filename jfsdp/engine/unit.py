@@ -17,11 +17,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from jfsdp.compat import FUSED_ATTENTION, core
 from jfsdp.engine.dataflow import depends_on, keep_outputs, passes_through
 from jfsdp.layout.leaf import DEVICE, HOST
-from jfsdp.layout.policy import Remat, SaveNames
+from jfsdp.layout.policy import UNIT_INPUT, Remat, SaveNames
 from jfsdp.layout.precision import is_key
 
 Arrays = dict[str, jax.Array]
@@ -113,7 +114,8 @@ def call_traced(traced: Traced, shards: Arrays, flat: Sequence[Any], movement: M
     def compute(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
         return traced(weights, weave(is_diff, diff, other))
 
-    unit = _differentiable(apply_remat(compute, movement.remat), movement)
+    is_input = [not name for name, diff in zip(traced.names, is_diff, strict=False) if diff]  # no inner unit's weight
+    unit = _differentiable(apply_remat(compute, movement.remat, is_input), movement)
     return unit(shards, *part(is_diff, flat))
 
 
@@ -134,27 +136,41 @@ def part(mask: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[A
     return [value for flag, value in pairs if flag], [value for flag, value in pairs if not flag]
 
 
-def apply_remat(compute: Callable[..., Any], remat: Remat) -> Callable[..., Any]:
-    """Wrap a function in `jax.checkpoint`; the backward's barrier already prevents common-subexpression elimination."""
+_INPUT = "jfsdp.input"  # cannot be a name in the model
+
+
+def apply_remat(compute: Callable[..., Any], remat: Remat, is_input: Sequence[bool]) -> Callable[..., Any]:
+    """Wrap a function in `jax.checkpoint`; the backward's barrier already prevents common-subexpression elimination.
+
+    Args:
+      compute: as in `linearize`.
+      is_input: which of `diff` have the name `UNIT_INPUT`.
+    """
     policies = jax.checkpoint_policies
     if remat == "none":
         return compute
+    run, remat = compute, SaveNames(remat) if isinstance(remat, tuple) else remat
     if remat == "full":
         policy = policies.nothing_saveable
     elif remat == "dots":
         policy = _saves_products
-    elif isinstance(remat, tuple):
-        policy = policies.save_only_these_names(*remat)
     elif isinstance(remat, SaveNames):
+        save, offload = ([_INPUT if name == UNIT_INPUT else name for name in x] for x in (remat.save, remat.offload))
         policy = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=list(remat.save),
-            names_which_can_be_offloaded=list(remat.offload),
+            names_which_can_be_saved=save,
+            names_which_can_be_offloaded=offload,
             offload_src=DEVICE,
             offload_dst=HOST,
         )
+        if _INPUT in save + offload:
+
+            def run(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
+                pairs = zip(diff, is_input, strict=True)
+                return compute(weights, [checkpoint_name(x, _INPUT) if named else x for x, named in pairs], other)
+
     else:
         policy = remat
-    return jax.checkpoint(compute, prevent_cse=False, policy=policy)  # type: ignore[arg-type]
+    return jax.checkpoint(run, prevent_cse=False, policy=policy)  # type: ignore[arg-type]
 
 
 def _saves_products(primitive: Any, *values: Any, **params: Any) -> bool:

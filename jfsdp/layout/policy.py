@@ -12,6 +12,8 @@ from jfsdp.layout.strategy import NODE, Strategy
 from jfsdp.layout.units import ROOT, matches_glob
 
 REMATS = ("none", "full", "dots")
+UNIT_INPUT = "input"
+"""Name, in a remat policy, of a unit's inputs that have a derivative."""
 
 
 @checked
@@ -22,6 +24,9 @@ class SaveNames:
     Attributes:
       save: names given to `jax.ad_checkpoint.checkpoint_name` whose values stay on the device.
       offload: names whose values wait for the backward in pinned host memory.
+
+    `UNIT_INPUT` ("input") is the name of each unit's inputs, except those that all iterations of a loop share. Without
+    it they stay on the device. A model cannot use this name for a value of its own.
     """
 
     save: tuple[str, ...] = ()

@@ -368,6 +368,18 @@ def test_a_name_to_save_that_no_value_has_is_refused_with_the_names_there_are(re
     refuses(lambda: trace(saving(remat)), "hiden", "checkpoint_name: hidden")
 
 
+@pytest.mark.parametrize("remat", [(jfsdp.UNIT_INPUT,), jfsdp.SaveNames(("hidden",), (jfsdp.UNIT_INPUT,))])
+def test_the_name_of_inputs_is_reserved(remat, monkeypatch):
+    trace(saving(remat))
+    monkeypatch.setattr(Named, "__call__", lambda self, x: checkpoint_name(self.linear(x), jfsdp.UNIT_INPUT))
+    refuses(
+        lambda: trace(shard(of(Named), units=[Named], remat=(jfsdp.UNIT_INPUT,))),
+        "input",
+        "reserved",
+        "checkpoint_name",
+    )
+
+
 def test_a_name_to_save_need_not_be_in_every_unit_nor_in_an_evaluation():
     model = saving(("hidden",))
     trace(model)

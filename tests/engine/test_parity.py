@@ -110,6 +110,7 @@ LAST, ONCE, HELD = {"sync": "last"}, {"reshard_after_backward": False}, {"reshar
 PAIRS, FREED = {"reshard_after_forward": 2}, {"reshard_after_forward": True}
 OFFLOADED = {"offload_policy": jfsdp.OffloadPolicy(True, True, True)}
 NAMES = {"remat": jfsdp.SaveNames(("normed",), ("hidden",))}
+INPUTS = {"remat": jfsdp.SaveNames(offload=(jfsdp.UNIT_INPUT,))}
 PLACED = {"embed": P(None, "fsdp"), "head.kernel": "ddp", "head.bias": jfsdp.Ignore(), "blocks.0": "zero1"}
 # Model, mesh, strategy and microbatches; and for each program the options of fully_shard and of the step. Every
 # strategy is here under both programs, and so is what else a program may be told.
@@ -124,6 +125,7 @@ CASES: dict[str, Any] = {
     "hfsdp": ("tied", "2x4", "hfsdp", 2, (XLA, {}), (MANUAL, LAST | ONCE)),
     "all": ("tower-deep", "2x4", "all", 2, (XLA, {}), (MANUAL | PAIRS | {"prefetch": 2}, {})),
     "accumulator split further than parameters": ("tied", "2x4", SHARDED_ACCUMULATOR, 2, (MANUAL, {})),
+    "inputs offloaded": ("tower-deep", "4", "full_shard", 2, (XLA | INPUTS, {}), (MANUAL | INPUTS, {})),
     "leaf by leaf": ("tower-list", "2x4", "full_shard", 2, (XLA | {"placements": PLACED}, {})),
 }
 PROOFS: dict[str, Any] = {
@@ -143,6 +145,8 @@ PROOFS: dict[str, Any] = {
     "zero1, one leaf split": ("tower-list", "4", "zero1", 2, (XLA | {"placements": {"head": "full_shard"}}, {})),
     "ignored": ("vit", "4", "full_shard", 2, (XLA | {"ignored": ["head"]}, {})),
     "offloaded": ("tower-list", "4", "zero2", 2, *((form | OFFLOADED, {}) for form in (XLA, MANUAL, FLAT))),
+    "chunks": ("llama-chunks", "4", "full_shard", 2, *((form | INPUTS, {}) for form in (XLA, MANUAL, FLAT))),
+    "chunks, list": ("llama-chunks-list", "2x4", "hfsdp", 1, (XLA | INPUTS, {}), (MANUAL | INPUTS, {})),
     "no units": ("tower-list", "4", "full_shard", 2, (MANUAL | {"units": []}, {})),
     "units by size": ("tower-list", "4", "full_shard", 2, (MANUAL | {"units": [jfsdp.by_size(1000)]}, {})),
     "nested units": ("tower-list", "4", "full_shard", 2, (MANUAL | {"units": [Block, "blocks.*.up", "embed"]}, {})),

@@ -17,6 +17,7 @@ POLICIES = {
     "full": "full",
     "dots": "dots",
     "names": ("hidden",),
+    "offloaded input": jfsdp.SaveNames(offload=(jfsdp.UNIT_INPUT,)),
     "everything": jax.checkpoint_policies.everything_saveable,
     "all but a name": jax.checkpoint_policies.save_anything_except_these_names("other"),
 }

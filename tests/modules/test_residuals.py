@@ -13,6 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jfsdp
+from tests import hlo, steps
 from tests.modules.parity import ROWS, TX
 from tests.sharding import fully_shard
 
@@ -24,6 +25,7 @@ POLICIES = {
     "dots": "dots",
     "names": ("hidden",),
     "offloaded names": jfsdp.SaveNames(save=("out",), offload=("hidden",)),
+    "offloaded input": jfsdp.SaveNames(offload=(jfsdp.UNIT_INPUT,)),
     "everything": jax.checkpoint_policies.everything_saveable,
     "all but a name": jax.checkpoint_policies.save_anything_except_these_names("out"),
     "dots with no batch": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -107,19 +109,24 @@ MODELS: dict[str, Any] = {
 }
 
 
-def weights_saved(name, remat, reshard):
-    """Count what has a weight's size, or a stack's, among what the forward keeps, besides the weights at rest."""
+def kept(name, remat, reshard=True):
+    """Return the types of all arrays that the forward keeps, besides the weights at rest and the batch."""
     source, units = MODELS[name]
     model = fully_shard(source, units=units, min_size=1, remat=POLICIES[remat], reshard_after_forward=reshard)
     state = model.abstract_state(TX)
 
-    def kept(params, model_state, x):
+    def forward(params, model_state, x):
         call = lambda params: model.apply(lambda model, x: model(x), params, model_state, x)[0]  # noqa: E731
         return jax.tree.leaves(jax.vjp(call, params)[1])
 
-    jaxpr = jax.make_jaxpr(kept)(state.params, state.model_state, X).jaxpr
+    jaxpr = jax.make_jaxpr(forward)(state.params, state.model_state, X).jaxpr
+    return [var.aval for var in jaxpr.outvars if var not in jaxpr.invars]
+
+
+def weights_saved(name, remat, reshard):
+    """Count the kept arrays of a weight's size, or a stack's."""
     sizes = SIZE**2, LAYERS * SIZE**2
-    return sum(var.aval.size in sizes and var not in jaxpr.invars for var in jaxpr.outvars)  # pyright: ignore
+    return sum(aval.size in sizes for aval in kept(name, remat, reshard))
 
 
 @pytest.mark.parametrize("remat", POLICIES)
@@ -131,3 +138,28 @@ def test_a_resharded_unit_saves_nothing_that_depends_on_weights_alone(model, rem
 @pytest.mark.parametrize("model", MODELS)
 def test_a_unit_that_is_not_resharded_saves_its_weights_and_the_count_sees_them(model):
     assert weights_saved(model, "full", False) > 0
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_inputs_of_units_wait_in_host_memory(model):
+    """Of nested units those of the outer one, which computes those of the inner one again."""
+    found = [aval for aval in kept(model, "offloaded input") if aval.size % (ROWS * SIZE) == 0]
+    assert sum(aval.size for aval in found) // (ROWS * SIZE) == (1 if model == "nnx nested" else LAYERS)
+    assert {str(aval.memory_space) for aval in found} == {"MemorySpace.Host"}
+
+
+@pytest.mark.parametrize("program", ["xla", "manual"])
+@pytest.mark.parametrize("model", ["nnx list", "nnx stack"])
+def test_a_step_offloads_inputs_that_depend_on_weights_and_nothing_else(model, program):
+    source, units = MODELS[model]
+    mesh = jfsdp.make_mesh(devices=hlo.h100s(1))
+    sharded = steps.fully_shard(source, mesh=mesh, units=units, remat=POLICIES["offloaded input"], program=program)
+    step = sharded.train_step(
+        lambda model, x: jfsdp.Loss(jnp.sum(model(x)), jnp.float32(x.shape[0])), TX, check_loss=False
+    )
+    lines = step.lower(sharded.abstract_state(TX), X).as_text().splitlines()
+    moved = [line for line in lines if "annotate_device_placement" in line and '"pinned_host"' in line]
+    rows = ROWS if program == "xla" else ROWS // 8
+    assert {f"tensor<{rows}x{SIZE}xf32>" in line for line in moved} == {True}
+    if model == "nnx list":
+        assert len(moved) == LAYERS - 1, "the batch depends on no weight"

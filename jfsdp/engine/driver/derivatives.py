@@ -53,14 +53,17 @@ class Derivatives:
         def compute(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
             return run_item(item, weights, weave(item.is_active, diff, other))
 
-        full = self.full_shapes(item)
+        full, is_call = self.full_shapes(item), isinstance(item, Call)
         shapes = [atom.aval for atom in item.inputs]
+        fixed = part(item.is_active, [False] * len(shapes) if is_fixed is None else is_fixed)
+        names = part(item.is_active, item.call.traced.names[: len(shapes)] if is_call else [""] * len(shapes))[0]
+        is_input = [not name and not is_fixed for name, is_fixed in zip(names, fixed[0], strict=True)]
         return linearize(
-            apply_remat(compute, self.layout.policy(item.unit if isinstance(item, Call) else ROOT).remat),
+            apply_remat(compute, self.layout.policy(item.unit if is_call else ROOT).remat, is_input),
             full,
             *part(item.is_active, shapes),
             trainable=frozenset(filter(self.is_trained, full)),
-            is_fixed=None if is_fixed is None else [mark for marks in part(item.is_active, is_fixed) for mark in marks],
+            is_fixed=fixed[0] + fixed[1],
             is_live=item.is_live,
         )
 

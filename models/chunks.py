@@ -1,0 +1,62 @@
+"""Computation that is independent per token, on a part of every row at a time."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .over_tensor import tensor_size
+
+
+def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: jax.Array) -> Any:
+    """Apply a function to `chunk` tokens of every row at a time, so that its temporaries exist for one chunk.
+
+    Layout:  several of [B T ..] or [1 T ..] -> a tree of [B T ..]
+    Dtype:   gradients of the weights that the function reads are summed over chunks in float32 or wider, and returned
+             in the dtype of the weights.
+    Memory:  `arrays` are saved for the backward; every other value of a chunk is computed again there, unless the remat
+             policy of the caller saves it by name.
+    Cost:    the function once more in the backward; nothing if the caller is recomputed anyway (remat "full").
+    Source:  sequence tiling of ALST (arXiv 2506.13996).
+
+    Args:
+      function: called with arrays [B chunk ..], or [1 chunk ..]. Tokens must be independent, as in an MLP and its norm.
+        It may read weights of any module, but change no state: no dropout, no batch statistics.
+      chunk: a divisor of T, and a multiple of mesh axis `tensor`; None, T or more: `function` is called once.
+
+    Raises:
+      ValueError: for a chunk that does not divide the tokens of a row, with the nearest chunk that does.
+    """
+    seq_len, parts = arrays[0].shape[1], tensor_size()
+    if chunk is None or chunk >= seq_len:
+        return function(*arrays)
+    if seq_len % chunk or chunk % parts:
+        usable = [size for size in range(parts, seq_len + 1, parts) if seq_len % size == 0]
+        nearest = min(usable, key=lambda size: abs(size - chunk), default=None)
+        raise ValueError(
+            f"chunk={chunk} tokens must divide rows of {seq_len} tokens"
+            + f", and be a multiple of mesh axis 'tensor' (size {parts})" * (parts > 1)
+            + f"; use {nearest}, or None for whole rows"
+        )
+
+    # The axis may split the tokens of a row into contiguous parts, so a chunk has an equal share of each part.
+    def cut(x: jax.Array) -> jax.Array:
+        x = x.reshape(x.shape[0], parts, -1, chunk // parts, *x.shape[2:])
+        return jnp.moveaxis(x, 2, 0).reshape(-1, x.shape[0], chunk, *x.shape[4:])
+
+    def joined(x: jax.Array) -> jax.Array:
+        x = x.reshape(*x.shape[:2], parts, chunk // parts, *x.shape[3:])
+        return jnp.moveaxis(x, 0, 2).reshape(x.shape[1], seq_len, *x.shape[4:])
+
+    rows = tuple(map(cut, arrays))
+    converted, weights = jax.closure_convert(function, *(x[0] for x in rows))
+    dtypes = [x.dtype for x in weights]
+    wide = [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in weights]
+
+    @partial(jax.checkpoint, prevent_cse=False)
+    def body(_: None, rows: tuple[jax.Array, ...]) -> tuple[None, Any]:
+        return None, converted(*rows, *(x.astype(dtype) for x, dtype in zip(wide, dtypes, strict=True)))
+
+    return jax.tree.map(joined, jax.lax.scan(body, None, rows)[1])
