@@ -139,7 +139,7 @@ def part(mask: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[A
 _INPUT = "jfsdp.input"  # cannot be a name in the model
 
 
-def apply_remat(compute: Callable[..., Any], remat: Remat, is_input: Sequence[bool]) -> Callable[..., Any]:
+def apply_remat(compute: Callable[..., Any], remat: Remat, is_input: Sequence[bool] = ()) -> Callable[..., Any]:
     """Wrap a function in `jax.checkpoint`; the backward's barrier already prevents common-subexpression elimination.
 
     Args:

@@ -17,7 +17,7 @@ from jfsdp.layout.report import leaf_bytes
 from jfsdp.plan.bound import Bound
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import topology_devices
-from jfsdp.plan.jobs import bound_job, find_planned_job, mesh_sizes, shard_planned
+from jfsdp.plan.jobs import INPUTS, bound_job, can_offload, chunked, find_planned_job, mesh_sizes, shard_planned
 from jfsdp.plan.plan import Plan
 from jfsdp.train.step.loss import as_loss
 from jfsdp.train.update.stream import WINDOW
@@ -87,7 +87,8 @@ def saved_bytes(options: StepOptions, devices: Any) -> int:
         return jax.vjp(total, {path: source[path] for path in trained})[1]
 
     with model_mesh(planned.model.mesh), jax.default_device(devices[0]):
-        found = jax.tree.leaves(jax.eval_shape(saved, state.source, state.model_state, planned.batch))
+        found = jax.make_jaxpr(saved)(state.source, state.model_state, planned.batch).out_avals
+    found = [x for x in found if x.memory_space != jax.memory.Space.Host]
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in found if tuple(x.shape) not in shapes]
     return sum(sizes) // len(devices) // options.accumulate
 
@@ -119,6 +120,11 @@ class _Estimate:
                 same = dataclasses.replace(self.options, remat=options.remat)
                 self._saved[options.remat] = saved_bytes(same, topology_devices(self.cluster))
             passes = [{**parts, "activations": self._saved[options.remat]} for parts in passes]
+        if options.model_config != self.options.model_config:
+            if "layer" not in self._saved:
+                self._saved["layer"] = _layer_bytes(self.options, self.cluster) - _layer_bytes(options, self.cluster)
+            less = self._saved["layer"]
+            passes = [{**parts, "compute": max(parts["compute"] - less, 0)} for parts in passes]
         shards = grads / max(1, _grad_bytes(plan.layout))
         rows = _rows(options, cluster) / _rows(self.options, self.cluster)
         scale = {"gradients": shards, **dict.fromkeys(_BY_ROWS, rows), **dict.fromkeys(_STATE, 0)}
@@ -130,6 +136,14 @@ class _Estimate:
             passes = [max(passes, key=lambda parts: sum(parts.values()))]
         in_passes = max(sum(scale.get(name, 1) * size for name, size in parts.items()) for parts in passes)
         return int(bound.state_bytes + plan.memory.fragmentation_bytes + max(in_passes, update))
+
+
+def _layer_bytes(options: StepOptions, cluster: Cluster) -> int:
+    """Return the bytes that a layer saves for its backward without remat: about what it needs there with remat."""
+    devices = topology_devices(cluster)
+    layout = shard_planned(options, devices).model.layout
+    layers = max(len(layout.units) - 1, *(math.prod(leaf.shape[: leaf.stacked]) for leaf in layout.leaves))
+    return saved_bytes(dataclasses.replace(options, remat="none"), devices) // layers
 
 
 def _grad_bytes(layout: Layout) -> int:
@@ -222,8 +236,12 @@ def _reductions(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
         yield {"mesh": (("fsdp", -1), *model_axes), "strategy": "full_shard"}, "the state, over all GPUs"
     if options.strategy != "full_shard":
         yield {"strategy": "full_shard"}, "parameters, gradients and optimizer states"
-    if estimate.plan is not None and options.remat != "full" and PIPE not in sizes:
+    if estimate.plan is not None and options.remat not in ("full", INPUTS) and PIPE not in sizes:
         yield {"remat": "full"}, "activations"
+    if estimate.plan is not None and (config := chunked(options)):
+        yield {"model_config": config}, "values of one layer"
+    if estimate.plan is not None and can_offload(options):
+        yield {"remat": INPUTS}, "inputs of layers, to the host"
     if estimate.plan is not None and PIPE not in sizes and options.accumulate < options.batch_per_device:
         yield {"accumulate": options.batch_per_device}, "activations and logits"
     for kinds, part in ((("opt_state",), "optimizer states"), (("opt_state", "params"), "parameters")):

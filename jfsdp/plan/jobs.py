@@ -10,8 +10,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from jfsdp.compat import misorders_offloads
 from jfsdp.layout.layout import Layout
-from jfsdp.layout.mesh import check_sizes, make_abstract_mesh, make_mesh, num_data_shards, resolve_sizes
+from jfsdp.layout.mesh import PIPE, check_sizes, make_abstract_mesh, make_mesh, num_data_shards, resolve_sizes
+from jfsdp.layout.policy import UNIT_INPUT
 from jfsdp.plan.bound import Bound, make_bound, matmul_elements
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.cluster.target import topology_devices
@@ -22,10 +24,13 @@ from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job, load_job
 from jfsdp.trainer.option_errors import MOST
 from jfsdp.trainer.options import ShardingOptions, StepOptions
-from jfsdp.trainer.parse import write
+from jfsdp.trainer.parse import Pairs, write
 from jfsdp.trainer.preferences import with_preference
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.step import causal_flops, causal_keys, describe_attention, make_batch, make_schedule, make_step
+
+_LONG = 16_384  # tokens: longer rows are computed in chunks of at most so many
+INPUTS: Pairs = (("offload", (UNIT_INPUT,)),)  # --remat offload:input
 
 
 class Planned(NamedTuple):
@@ -47,6 +52,21 @@ def find_planned_job(options: ShardingOptions) -> Job:
     """Load the options' job, with their changes of its configuration."""
     job = load_job(options.model, options.factory).with_config(**dict(options.model_config))
     return with_preference(job, options.preference, options.beta) if isinstance(options, StepOptions) else job
+
+
+def can_offload(options: StepOptions) -> bool:
+    """Tell whether GPUs may offload activations: not in pipelines, and not with an XLA that misorders them."""
+    return PIPE not in dict(options.mesh) and not misorders_offloads()
+
+
+def chunked(options: StepOptions) -> Pairs:
+    """Return --model-config with a `token_chunk` for a long row; () if the config lacks this field, or has a value."""
+    job, multiple = find_planned_job(options), dict(options.mesh).get("tensor", 1)
+    seq_len = options.seq_len or job.seq_len
+    if seq_len <= _LONG or getattr(job.config, "token_chunk", 0) is not None:
+        return ()
+    sizes = [size for size in range(multiple, _LONG + 1, multiple) if seq_len % size == 0]
+    return (*options.model_config, ("token_chunk", sizes[-1])) if sizes else ()
 
 
 def shard_planned(

@@ -8,11 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jfsdp.compat import core
+from jfsdp.engine.dataflow import depends_on, keep_outputs
 from jfsdp.engine.driver.derivatives import run_item
-from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop, read
+from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop, only, read
 from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import Gathers, at, join
 from jfsdp.engine.unit import part
+from jfsdp.layout.policy import offloads
 
 Env = dict[Any, Any]
 
@@ -76,6 +79,9 @@ class Forward:
                 outs = run_item(item, full, values)
             if isinstance(item, Call):
                 self.weights.keep(item, full, iteration)
+                if isinstance(iteration, int) and offloads(self.step.engine.layout.policy(item.unit).remat):
+                    # Otherwise XLA:GPU may end a copy to the host after the backward, and keeps its source until then.
+                    outs, record = jax.lax.optimization_barrier((outs, record))
         env.update(zip(item.outputs, outs, strict=True))
         return record
 
@@ -102,9 +108,12 @@ class Forward:
 
     def prepare(self, loop: Loop, consts: Mapping[Any, Any]) -> None:
         """Compute the residuals that are equal in every iteration, and allocate arrays for kept weights."""
+        known = dict(consts)
         for item in loop.body.items:
+            if isinstance(item, Code):
+                known |= _equal_outputs(item, known)
             if item.needs_backward:
-                self.step.derivatives.prepare(item, consts)
+                self.step.derivatives.prepare(item, known)
         self.weights.allocate(loop)
 
     def _body(self, block: Block, env: Env, iteration: Any) -> tuple[list[Any], list[Any]]:
@@ -131,6 +140,15 @@ class Forward:
         gathers.enter(start + len(loop.calls) * (high - low), queue, 0)
         weights.kept.update(zip(calls, kept, strict=True))
         return carry, stacked
+
+
+def _equal_outputs(code: Code, known: Env) -> Env:
+    """Compute the outputs of a loop's code that are equal in every iteration: a cast of a constant, for a unit."""
+    varies = depends_on(code.jaxpr, [var not in known for var in code.jaxpr.invars])
+    outputs = [var for var, other in zip(code.outputs, varies, strict=True) if not other]
+    inputs = [var for var in code.inputs if var in known]
+    jaxpr = only(code.jaxpr, keep_outputs(code.jaxpr, [not other for other in varies]).eqns, inputs, outputs)
+    return dict(zip(outputs, core.eval_jaxpr(jaxpr, (), *(known[var] for var in inputs)), strict=True))
 
 
 def typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[jax.Array]:

@@ -11,7 +11,8 @@ The first rule that applies decides the category:
   shapes           a dim of the vocabulary size: logits; the shape of a leaf's accumulator: a gradient;
   time             a value that the forward writes and the backward reads is a saved activation;
   model scopes     other values of the forward and backward are needed by the current computation;
-  pipeline ticks   other values in the scope of a tick are activations for another stage or for the backward.
+  pipeline ticks   other values in the scope of a tick are activations for another stage or for the backward;
+  slices           other slices in the backward are a layer's saved activations.
 
 If no rule applies, the buffer is unattributed.
 """
@@ -161,8 +162,7 @@ class Classifier:
             return "attention" if _is_attention(instruction, op_name) else "workspace"
         if uses and len(value.dims) > 1 and _unordered(value.dims) in self._accumulators:
             return "gradients"
-        start, end = self.ranges.get((value.name, value.index), (0, 0))
-        if uses and "transpose(" not in op_name and start < self.backward[0] <= end:
+        if uses and "transpose(" not in op_name and place in self._saved:
             return "activations"
         if _is_attention(instruction, op_name):
             return "attention"
@@ -270,6 +270,13 @@ class Classifier:
         return {size, *(size // cut.parts for cut in cuts)}
 
     @functools.cached_property
+    def _saved(self) -> set[Place]:
+        """Values that the forward writes and the backward reads; of a stack, also while the forward writes its rows."""
+        begin = self.backward[0]
+        spans = (key for key, (start, end) in self.ranges.items() if start < begin <= end)
+        return {self.flow.origin(name, index) for name, index in spans if name in self.flow.by_name}
+
+    @functools.cached_property
     def backward(self) -> tuple[int, int]:
         """The first and last step of the backward in the schedule. Values computed only from weights do not count."""
         starts = [
@@ -289,7 +296,9 @@ def _by_name(op_name: str) -> str:
     """Classify by the operation's name."""
     if _is_models(op_name):
         return "compute"
-    return "activations" if "jfsdp.tick" in op_name and "jfsdp.backward" not in op_name else "unattributed"
+    is_read = op_name.endswith("/dynamic_slice")  # the saved values of one layer
+    is_saved = is_read if "jfsdp.backward" in op_name else "jfsdp.tick" in op_name
+    return "activations" if is_saved else "unattributed"
 
 
 def _is_models(op_name: str) -> bool:

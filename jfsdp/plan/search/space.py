@@ -15,7 +15,7 @@ from jfsdp.engine import dataflow
 from jfsdp.engine.options import unit_bytes
 from jfsdp.layout.mesh import PIPE
 from jfsdp.plan.cluster.hardware import Cluster
-from jfsdp.plan.jobs import find_planned_job, mesh_sizes, shard_planned
+from jfsdp.plan.jobs import INPUTS, can_offload, chunked, find_planned_job, mesh_sizes, shard_planned
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.parse import Pairs
 
@@ -48,7 +48,7 @@ class SearchSpace:
 
     Attributes:
       strategies: names of `WAYS`; by default all.
-      remats: as `StepOptions.remat`; by default full, dots, none, and the model's checkpoint names.
+      remats: as `StepOptions.remat`; by default full, dots, none, the model's checkpoint names, and offload:input.
       batches: rows per device and step; by default powers of two times the user's, while they fit and are faster. With
         accumulation only the number of microbatches changes, to keep the global batch.
       xla: groups of choices for XLA, tried in order; each choice is a tuple of names and values. By default
@@ -150,7 +150,7 @@ def remats(options: StepOptions, space: SearchSpace, names: Sequence[str]) -> It
     """Yield the options with every remat; `names` are the model's checkpoint names."""
     sizes = range(1, len(names) + 1) if len(names) <= _MAX_SUBSETS else {1, len(names)}
     subsets = [part for size in sizes for part in itertools.combinations(names, size)]
-    usual = ("full", "none", "dots", *((("save", part),) for part in subsets))
+    usual = ("full", "none", "dots", *((("save", part),) for part in subsets), *[INPUTS] * can_offload(options))
     for policy in usual if space.remats is None else space.remats:
         yield dataclasses.replace(options, remat=policy)
 
@@ -188,6 +188,12 @@ def leaner(options: StepOptions) -> Iterator[StepOptions]:
     """Yield options that use less device memory, the cheapest in time first."""
     lean = dataclasses.replace(options, remat="full")
     yield lean
+    if config := chunked(options):
+        lean = dataclasses.replace(lean, model_config=config)
+        yield lean
+    if can_offload(options):
+        lean = dataclasses.replace(lean, remat=INPUTS)
+        yield lean
     rows = options.batch_per_device
     cuts = [count for count in _divisors(rows) if count > options.accumulate]
     for count in dict.fromkeys(cuts[:1] + cuts[-1:]):
