@@ -121,9 +121,7 @@ class _Estimate:
                 self._saved[options.remat] = saved_bytes(same, topology_devices(self.cluster))
             passes = [{**parts, "activations": self._saved[options.remat]} for parts in passes]
         if options.model_config != self.options.model_config:
-            if "layer" not in self._saved:
-                self._saved["layer"] = _layer_bytes(self.options, self.cluster) - _layer_bytes(options, self.cluster)
-            less = self._saved["layer"]
+            less = self._less_by_chunks(options)
             passes = [{**parts, "compute": max(parts["compute"] - less, 0)} for parts in passes]
         shards = grads / max(1, _grad_bytes(plan.layout))
         rows = _rows(options, cluster) / _rows(self.options, self.cluster)
@@ -137,13 +135,19 @@ class _Estimate:
         in_passes = max(sum(scale.get(name, 1) * size for name, size in parts.items()) for parts in passes)
         return int(bound.state_bytes + plan.memory.fragmentation_bytes + max(in_passes, update))
 
-
-def _layer_bytes(options: StepOptions, cluster: Cluster) -> int:
-    """Return the bytes that a layer saves for its backward without remat: about what it needs there with remat."""
-    devices = topology_devices(cluster)
-    layout = shard_planned(options, devices).model.layout
-    layers = max(len(layout.units) - 1, *(math.prod(leaf.shape[: leaf.stacked]) for leaf in layout.leaves))
-    return saved_bytes(dataclasses.replace(options, remat="none"), devices) // layers
+    def _less_by_chunks(self, options: StepOptions) -> int:
+        """Return by how much chunks reduce the temporaries of a layer: about the values that it saves without remat."""
+        if "chunks" not in self._saved:
+            devices = topology_devices(self.cluster)
+            whole, parts = (
+                saved_bytes(dataclasses.replace(one, remat="none"), devices) for one in (self.options, options)
+            )
+            planned = shard_planned(options, devices)
+            leaves = planned.model.layout.leaves
+            layers = max(len(planned.model.layout.units) - 1, *(math.prod(x.shape[: x.stacked]) for x in leaves))
+            share = 1 - dict(options.model_config)["token_chunk"] / planned.seq_len
+            self._saved["chunks"] = int((whole - parts) / layers * share)
+        return self._saved["chunks"]
 
 
 def _grad_bytes(layout: Layout) -> int:
@@ -238,12 +242,12 @@ def _reductions(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
         yield {"strategy": "full_shard"}, "parameters, gradients and optimizer states"
     if estimate.plan is not None and options.remat not in ("full", INPUTS) and PIPE not in sizes:
         yield {"remat": "full"}, "activations"
-    if estimate.plan is not None and (config := chunked(options)):
-        yield {"model_config": config}, "values of one layer"
-    if estimate.plan is not None and can_offload(options):
-        yield {"remat": INPUTS}, "inputs of layers, to the host"
     if estimate.plan is not None and PIPE not in sizes and options.accumulate < options.batch_per_device:
         yield {"accumulate": options.batch_per_device}, "activations and logits"
+    if estimate.plan is not None and (changes := chunked(options)):
+        yield changes, "temporaries of a layer"
+    if estimate.plan is not None and can_offload(options):
+        yield {"remat": INPUTS}, "inputs of layers, to the host"
     for kinds, part in ((("opt_state",), "optimizer states"), (("opt_state", "params"), "parameters")):
         if not {*kinds} <= {*options.offload}:
             yield {"offload": tuple(dict.fromkeys((*options.offload, *kinds)))}, f"{part}, to the host"

@@ -59,14 +59,14 @@ def can_offload(options: StepOptions) -> bool:
     return PIPE not in dict(options.mesh) and not misorders_offloads()
 
 
-def chunked(options: StepOptions) -> Pairs:
-    """Return --model-config with a `token_chunk` for a long row; () if the config lacks this field, or has a value."""
+def chunked(options: StepOptions) -> dict[str, Any]:
+    """Return the change of a long row to a `token_chunk`; {} if the model's config lacks it, or has a value."""
     job, multiple = find_planned_job(options), dict(options.mesh).get("tensor", 1)
     seq_len = options.seq_len or job.seq_len
     if seq_len <= _LONG or getattr(job.config, "token_chunk", 0) is not None:
-        return ()
+        return {}
     sizes = [size for size in range(multiple, _LONG + 1, multiple) if seq_len % size == 0]
-    return (*options.model_config, ("token_chunk", sizes[-1])) if sizes else ()
+    return {"model_config": (*options.model_config, ("token_chunk", sizes[-1]))} if sizes else {}
 
 
 def shard_planned(

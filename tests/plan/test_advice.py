@@ -6,7 +6,7 @@ import pytest
 
 from jfsdp.plan.advice import advise_job
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
-from jfsdp.plan.jobs import bound_job, plan_job
+from jfsdp.plan.jobs import INPUTS, bound_job, plan_job
 from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.trainer.options import StepOptions
 from tests.options import made
@@ -51,6 +51,17 @@ def test_what_makes_a_job_fit_is_tried_from_what_costs_least():
         {"strategy": "full_shard", "remat": "full", "accumulate": 8},
     ]
     assert plan.needed_bytes > advice[0].needed_bytes > advice[1].needed_bytes > limit_bytes > advice[2].needed_bytes
+
+
+@pytest.mark.parametrize("seq_len", [65536, pytest.param(262144, marks=pytest.mark.proof)])
+def test_a_long_row_fits_by_chunks_and_offloaded_inputs(seq_len):
+    options = StepOptions(model="llama-8b", seq_len=seq_len, model_config=(("num_layers", 6),))
+    plan = plan_job(options, H100)
+    advice = advise_job(options, H100, int(0.7 * plan.needed_bytes), plan)
+    config = {"model_config": (("num_layers", 6), ("token_chunk", 16384))}
+    assert [one.changes for one in advice[:2]] == [config, config | {"remat": INPUTS}][: len(advice)]
+    for one in advice:
+        assert one.needed_bytes == pytest.approx(compiled_bytes(options, one.changes), rel=0.15)
 
 
 def test_rows_are_limited_by_the_passes_where_the_peak_is_in_the_update_of_an_offloaded_state():

@@ -14,9 +14,9 @@ import pytest
 from jfsdp.plan.bound import matmul_elements
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
-from jfsdp.plan.jobs import bound_job, mesh_sizes, shard_planned
+from jfsdp.plan.jobs import INPUTS, bound_job, can_offload, mesh_sizes, shard_planned
 from jfsdp.plan.search.search import Outcome, SearchSpace, pareto_front, search_job
-from jfsdp.plan.search.space import placements, recipe_of, tensors, xla_choices
+from jfsdp.plan.search.space import changes, leaner, placements, recipe_of, tensors, xla_choices
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.parse import read_fields, write
 from jfsdp.trainer.recipes import load_recipe
@@ -30,7 +30,12 @@ SMALL = SearchSpace(
     ("full_shard", "replicas"), ("full", "none", "dots"), None, ((((("a", 1),), (("b", 2),)),)), 2, tensor_sizes=()
 )
 ONE = SearchSpace(("full_shard",), (), (), (), programs=(), tensor_sizes=())
-REMATS = {"full": (1.3, 1), "dots": (1.1, 4), "none": (1.0, 12)}  # seconds and GiB of a row
+REMATS: dict[Any, tuple[float, float]] = {
+    "full": (1.3, 1),
+    "dots": (1.1, 4),
+    "none": (1.0, 12),
+    INPUTS: (1.35, 0.5),
+}  # seconds and GiB of a row
 
 
 def fake_plan(options, cluster, *, reserve_bytes=0, documents_per_row=1):
@@ -208,9 +213,37 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help():
 
     result = search(planner=changing(change), space=ONE)
     assert result.best is None and result.gain is None and result.front == ()
-    check_facts(result.advice, "6.0 GiB of 76.1 GiB", "offload=params,opt_state")
+    check_facts(result.advice, "5.5 GiB of 76.1 GiB", "offload=params,opt_state")
     assert "use more nodes" in result.advice
     assert result.to_dict()["best"] is result.to_dict()["recipe"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "levers"),
+    [
+        (
+            {"seq_len": 65536},
+            ["remat=full", "model_config=token_chunk=16384", "remat=offload:input", "offload=opt_state"],
+        ),
+        ({"seq_len": 40960, "mesh": "fsdp=4,tensor=2"}, ["remat=full", "model_config=token_chunk=10240"]),
+        ({"seq_len": 8192}, ["remat=full", "remat=offload:input", "offload=opt_state"]),
+        ({"seq_len": 65536, "model_config": "token_chunk=1024"}, ["remat=full", "remat=offload:input"]),
+    ],
+)
+def test_levers_of_long_rows_come_before_the_state_in_host_memory(given, levers):
+    options = changed(TINY, remat="dots", **given)
+    before, found = options, []
+    for one in leaner(options):
+        (name, value), *_ = (pair for pair in changes(one, before).items())
+        found.append(f"{name}={write(value)}")
+        before = one
+    assert found[: len(levers)] == levers
+
+
+def test_activations_are_not_offloaded_in_pipelines_or_by_an_xla_that_misorders_them(monkeypatch):
+    assert can_offload(TINY) and not can_offload(changed(TINY, mesh="fsdp=4,pipe=2"))
+    monkeypatch.setattr("jfsdp.plan.jobs.misorders_offloads", lambda: True)
+    assert not can_offload(TINY)
 
 
 def test_where_what_was_given_does_not_fit_smaller_microbatches_are_tried():

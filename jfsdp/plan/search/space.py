@@ -188,17 +188,14 @@ def leaner(options: StepOptions) -> Iterator[StepOptions]:
     """Yield options that use less device memory, the cheapest in time first."""
     lean = dataclasses.replace(options, remat="full")
     yield lean
-    if config := chunked(options):
-        lean = dataclasses.replace(lean, model_config=config)
-        yield lean
-    if can_offload(options):
-        lean = dataclasses.replace(lean, remat=INPUTS)
-        yield lean
     rows = options.batch_per_device
     cuts = [count for count in _divisors(rows) if count > options.accumulate]
     for count in dict.fromkeys(cuts[:1] + cuts[-1:]):
         yield dataclasses.replace(lean, accumulate=count)
     most = dataclasses.replace(lean, accumulate=max([options.accumulate, *cuts[-1:]]))
+    for more in filter(None, (chunked(options), can_offload(options) and {"remat": INPUTS})):
+        most = dataclasses.replace(most, **more)
+        yield most
     yield dataclasses.replace(most, offload=("opt_state",))
     yield dataclasses.replace(most, offload=("params", "opt_state"))
 
