@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import re
 from typing import Any
 
 import jax
@@ -388,3 +389,34 @@ def test_gradients_are_summed_in_reduce_dtype():
     np.testing.assert_array_equal(narrow[path], exact[path])
     assert np.abs(wide[path] - narrow[path]).max() > 0
     assert np.abs(wide[path] - narrow[path]).max() < 0.02 * np.abs(wide[path]).max()
+
+
+class Turned(nnx.Module):
+    """Layers that get a constant next to their activations, as a rotary embedding: in float32, cast for each layer."""
+
+    def __init__(self, rngs):
+        self.blocks = nnx.vmap(lambda key: Block(16, nnx.Rngs(params=key)))(jax.random.split(rngs.params(), 4))
+        self.head = nnx.Linear(16, 1, rngs=rngs)
+
+    def __call__(self, x):
+        shift = jnp.cos(jnp.arange(x.shape[-2], dtype=jnp.float32))[:, None]
+
+        @nnx.scan(in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)
+        def layers(x, block, shift):
+            return block(x * 1.0, shift)
+
+        return self.head(layers(x, self.blocks, shift))
+
+
+@pytest.mark.parametrize("program", ["xla", "manual"])
+def test_a_constant_that_is_cast_for_every_layer_is_saved_once(program, monkeypatch):
+    monkeypatch.setattr(Block, "__call__", lambda self, x, shift: x + jnp.sin(self.up(x)[..., :16] * shift))
+    policy = jfsdp.MixedPrecisionPolicy("bfloat16")
+    model = fully_shard(Turned, units=[jfsdp.Unit(Block, 1)], program=program, mp_policy=policy, remat="full")
+    step = model.train_step(
+        lambda model, x: jfsdp.Loss(jnp.sum(model(x)), jnp.float32(x.shape[0])), TX, check_loss=False
+    )
+    x = jax.ShapeDtypeStruct((8, 6, 16), jnp.float32)
+    text = step.lower(model.abstract_state(TX), x).as_text()
+    assert "tensor<6x1xbf16>" in text
+    assert not re.search(r"tensor<[2-4]x6x1xbf16>", text), "stacked by layers"
