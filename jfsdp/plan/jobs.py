@@ -29,7 +29,7 @@ from jfsdp.trainer.preferences import with_preference
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.step import causal_flops, causal_keys, describe_attention, make_batch, make_schedule, make_step
 
-_LONG = 16_384  # tokens: longer rows are computed in chunks of at most so many
+_LONG = 16_384  # tokens per device: longer rows are computed in chunks of at most so many
 INPUTS: Pairs = (("offload", (UNIT_INPUT,)),)  # --remat offload:input
 
 
@@ -61,11 +61,11 @@ def can_offload(options: StepOptions) -> bool:
 
 def chunked(options: StepOptions) -> dict[str, Any]:
     """Return the change of a long row to a `token_chunk`; {} if the model's config lacks it, or has a value."""
-    job, multiple = find_planned_job(options), dict(options.mesh).get("tensor", 1)
-    seq_len = options.seq_len or job.seq_len
-    if seq_len <= _LONG or getattr(job.config, "token_chunk", 0) is not None:
+    job, tensor = find_planned_job(options), dict(options.mesh).get("tensor", 1)
+    seq_len, longest = options.seq_len or job.seq_len, _LONG * tensor
+    if seq_len <= longest or getattr(job.config, "token_chunk", 0) is not None:
         return {}
-    sizes = [size for size in range(multiple, _LONG + 1, multiple) if seq_len % size == 0]
+    sizes = [size for size in range(tensor, longest + 1, tensor) if seq_len % size == 0]
     return {"model_config": (*options.model_config, ("token_chunk", sizes[-1]))} if sizes else {}
 
 

@@ -225,7 +225,7 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help():
             {"seq_len": 65536},
             ["remat=full", "model_config=token_chunk=16384", "remat=offload:input", "offload=opt_state"],
         ),
-        ({"seq_len": 40960, "mesh": "fsdp=4,tensor=2"}, ["remat=full", "model_config=token_chunk=10240"]),
+        ({"seq_len": 40960, "mesh": "fsdp=4,tensor=2"}, ["remat=full", "model_config=token_chunk=20480"]),
         ({"seq_len": 8192}, ["remat=full", "remat=offload:input", "offload=opt_state"]),
         ({"seq_len": 65536, "model_config": "token_chunk=1024"}, ["remat=full", "remat=offload:input"]),
     ],
