@@ -116,7 +116,8 @@ class ShardingOptions(Options):
     )
     """Values that a unit's backward recomputes. none: nothing. full: everything. dots: all except matrix products and
     cuDNN's attention. names:A,B: all except values with these names (jax.ad_checkpoint.checkpoint_name).
-    offload:C: all except these, which are kept in host memory. Join both with +. In Python the default is none."""
+    offload:C: all except these, which are kept in host memory. Join both with +. The name input is a unit's inputs. In
+    Python the default is none."""
     offload: Annotated[Words, tyro.conf.arg(metavar="WHAT,...")] = option(
         (),
         "sharding and memory",
