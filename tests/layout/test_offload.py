@@ -92,6 +92,7 @@ def test_an_offload_policy_of_another_kind_is_refused(offload):
 OFFLOADING: dict[str, Any] = {
     "names": jfsdp.SaveNames(offload=("mlp_hidden",)),
     "names and saved": jfsdp.SaveNames(save=("qkv",), offload=("mlp_hidden",)),
+    jfsdp.UNIT_INPUT: jfsdp.SaveNames(offload=(jfsdp.UNIT_INPUT,)),
     "save_and_offload_only_these_names": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
         names_which_can_be_offloaded=["mlp_hidden"],

@@ -57,6 +57,7 @@ def test_defaults_are_those_of_the_library_but_for_bfloat16_and_remat():
         ({"remat": "dots"}, "remat", "dots"),
         ({"remat": "names:a,b"}, "remat", jfsdp.SaveNames(save=("a", "b"))),
         ({"remat": "offload:c"}, "remat", jfsdp.SaveNames(offload=("c",))),
+        ({"remat": "offload:input"}, "remat", jfsdp.SaveNames(offload=(jfsdp.UNIT_INPUT,))),
         ({"remat": "names:a,b+offload:c"}, "remat", jfsdp.SaveNames(("a", "b"), ("c",))),
         ({"remat": "offload:c+names:a"}, "remat", jfsdp.SaveNames(("a",), ("c",))),
         ({"offload": ("params,opt_state",)}, "offload_policy", jfsdp.OffloadPolicy(params=True, opt_state=True)),
