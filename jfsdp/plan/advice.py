@@ -99,6 +99,7 @@ class _Estimate:
     def __init__(self, options: StepOptions, cluster: Cluster, plan: Plan | None) -> None:
         self.options, self.cluster, self.plan = options, cluster, plan
         self.sizes = mesh_sizes(options.mesh, cluster.num_devices)
+        self.device = topology_devices(cluster)[0] if plan else None
         self._saved: dict[Any, int] = {}
 
     def after(self, changes: dict[str, Any]) -> int | None:
@@ -109,7 +110,7 @@ class _Estimate:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the user did not ask for this mesh
-                bound = bound_job(options, cluster)
+                bound = bound_job(options, cluster, self.device)
         except ValueError:
             return None
         if plan is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable
@@ -136,10 +137,16 @@ def _check_documents(num: int, planned: Planned, options: StepOptions) -> None:
         )
 
 
-def bound_job(options: StepOptions, cluster: Cluster) -> Bound:
-    """Return lower bounds of a step with a training script's options; see `make_bound`."""
+def bound_job(options: StepOptions, cluster: Cluster, device: Any = None) -> Bound:
+    """Return lower bounds of a step with a training script's options; see `make_bound`.
+
+    Args:
+      device: a device of `topology_devices`, for a model that chooses its attention by the platform. The attention of
+        CPUs computes long rows in many parts, whose trace takes seconds.
+    """
     _, _, step, batch, work, _ = shard_planned(options, num_devices=cluster.num_devices)
-    return make_bound(step, batch, cluster, work)
+    with contextlib.nullcontext() if device is None else jax.default_device(device):
+        return make_bound(step, batch, cluster, work)
 
 
 def plan_job(

@@ -82,7 +82,7 @@ def bounds():
     """A bound is a function of the cluster and of options but XLA's; searches here ask for the same ones often."""
     cached = functools.cache(bound_job)
     with pytest.MonkeyPatch.context() as patch:
-        bound = lambda options, cluster: cached(changed(options, xla=()), cluster)  # noqa: E731
+        bound = lambda options, cluster, device: cached(changed(options, xla=()), cluster, device)  # noqa: E731
         patch.setattr("jfsdp.plan.search.search.bound_job", bound)
         yield
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -23,7 +24,7 @@ from typing import Any
 
 from jfsdp.plan.bound import Bound
 from jfsdp.plan.cluster.hardware import Cluster
-from jfsdp.plan.cluster.target import PlanUnavailable
+from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 from jfsdp.plan.jobs import bound_job, plan_job
 from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.plan.search import space as spaces
@@ -213,8 +214,9 @@ def search_job(
     def plan(one: StepOptions) -> Any:
         return planner(one, cluster, reserve_bytes=reserve_bytes, documents_per_row=documents_per_row)
 
-    tries = _Tries(options, cluster, cluster.gpu.memory_bytes - reserve_bytes, budget_s, plan, on_progress)
-    item = bound_job(options, cluster).item
+    bound = functools.partial(bound_job, cluster=cluster, device=topology_devices(cluster)[0])
+    tries = _Tries(options, cluster, cluster.gpu.memory_bytes - reserve_bytes, budget_s, plan, bound, on_progress)
+    item = bound(options).item
     tries.plan_one(options)
     _run_stages(tries, space or SearchSpace())
     return Search(
@@ -272,6 +274,7 @@ class _Tries:
     limit_bytes: int
     budget_s: float
     plan: Callable[[StepOptions], Any]
+    bound: Callable[[StepOptions], Bound]
     on_progress: Callable[[str], None]
     found: dict[StepOptions, Candidate] = dataclasses.field(default_factory=dict)
     is_cut: bool = False
@@ -318,7 +321,7 @@ class _Tries:
 
     def _bound(self, options: StepOptions) -> Bound | None:
         try:
-            return bound_job(options, self.cluster)
+            return self.bound(options)
         except ValueError as error:
             self._skip(options, Outcome.IMPOSSIBLE, str(error).splitlines()[0])
             return None
