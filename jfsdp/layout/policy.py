@@ -26,7 +26,7 @@ class SaveNames:
       offload: names whose values wait for the backward in pinned host memory.
 
     `UNIT_INPUT` ("input") is the name of each unit's inputs, except those that all iterations of a loop share. Without
-    it they stay on the device. A model cannot use this name for a value of its own.
+    it they stay on the device. A model cannot give this name to a value.
     """
 
     save: tuple[str, ...] = ()
