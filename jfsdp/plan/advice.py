@@ -87,7 +87,7 @@ def saved_bytes(options: StepOptions, devices: Any) -> int:
         return jax.vjp(total, {path: source[path] for path in trained})[1]
 
     with model_mesh(planned.model.mesh), jax.default_device(devices[0]):
-        found = jax.make_jaxpr(saved)(state.source, state.model_state, planned.batch).out_avals
+        found: list[Any] = jax.make_jaxpr(saved)(state.source, state.model_state, planned.batch).out_avals
     found = [x for x in found if x.memory_space != jax.memory.Space.Host]
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in found if tuple(x.shape) not in shapes]
     return sum(sizes) // len(devices) // options.accumulate

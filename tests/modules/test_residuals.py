@@ -120,7 +120,8 @@ def kept(name, remat, reshard=True):
         return jax.tree.leaves(jax.vjp(call, params)[1])
 
     jaxpr = jax.make_jaxpr(forward)(state.params, state.model_state, X).jaxpr
-    return [var.aval for var in jaxpr.outvars if var not in jaxpr.invars]
+    avals: list[Any] = [var.aval for var in jaxpr.outvars if var not in jaxpr.invars]
+    return avals
 
 
 def weights_saved(name, remat, reshard):

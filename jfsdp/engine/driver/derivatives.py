@@ -53,13 +53,15 @@ class Derivatives:
         def compute(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
             return run_item(item, weights, weave(item.is_active, diff, other))
 
-        full, is_call = self.full_shapes(item), isinstance(item, Call)
-        shapes = [atom.aval for atom in item.inputs]
+        full, shapes = self.full_shapes(item), [atom.aval for atom in item.inputs]
+        unit, names = ROOT, [""] * len(shapes)
+        if isinstance(item, Call):
+            unit, names = item.unit, item.call.traced.names[: len(shapes)]
         fixed = part(item.is_active, [False] * len(shapes) if is_fixed is None else is_fixed)
-        names = part(item.is_active, item.call.traced.names[: len(shapes)] if is_call else [""] * len(shapes))[0]
-        is_input = [not name and not is_fixed for name, is_fixed in zip(names, fixed[0], strict=True)]
+        pairs = zip(part(item.is_active, names)[0], fixed[0], strict=True)
+        is_input = [not name and not is_fixed for name, is_fixed in pairs]  # no inner unit's weight
         return linearize(
-            apply_remat(compute, self.layout.policy(item.unit if is_call else ROOT).remat, is_input),
+            apply_remat(compute, self.layout.policy(unit).remat, is_input),
             full,
             *part(item.is_active, shapes),
             trainable=frozenset(filter(self.is_trained, full)),

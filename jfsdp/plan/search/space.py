@@ -193,7 +193,8 @@ def leaner(options: StepOptions) -> Iterator[StepOptions]:
     for count in dict.fromkeys(cuts[:1] + cuts[-1:]):
         yield dataclasses.replace(lean, accumulate=count)
     most = dataclasses.replace(lean, accumulate=max([options.accumulate, *cuts[-1:]]))
-    for more in filter(None, (chunked(options), can_offload(options) and {"remat": INPUTS})):
+    inputs: dict[str, Any] = {"remat": INPUTS} if can_offload(options) else {}
+    for more in filter(None, (chunked(options), inputs)):
         most = dataclasses.replace(most, **more)
         yield most
     yield dataclasses.replace(most, offload=("opt_state",))
