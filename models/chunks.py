@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .checks import MAX_SIZE, is_count
 from .over_tensor import tensor_size
 
 
@@ -23,22 +24,29 @@ def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: jax.Arra
 
     Args:
       function: called with arrays [B chunk ..], or [1 chunk ..]. Tokens must be independent, as in an MLP and its norm.
-        It may read weights of any module, but change no state: no dropout, no batch statistics.
+        It may read weights, but change no state: no dropout, no batch statistics. A Linen module creates its parameters
+        in `init`; call this with `None if self.is_initializing() else chunk` there.
       chunk: a divisor of T, and a multiple of mesh axis `tensor`; None, T or more: `function` is called once.
 
     Raises:
-      ValueError: for a chunk that does not divide the tokens of a row, with the nearest chunk that does.
+      ValueError: for a chunk that does not divide the tokens of a row, with the nearest chunk that does; one that is
+        not a whole number from 1; arrays with other numbers of tokens.
     """
-    seq_len, parts = arrays[0].shape[1], tensor_size()
+    if chunk is not None and not is_count(chunk, MAX_SIZE):
+        raise ValueError(f"chunk={chunk!r} tokens must be a whole number, at least 1, or None for whole rows")
+    lengths = [x.shape[1] if x.ndim > 1 else None for x in arrays]
+    if len(set(lengths)) != 1 or lengths[0] is None:
+        raise ValueError(f"arrays of shapes {[x.shape for x in arrays]} must be [B, T, ...] with the same T")
+    seq_len, parts = lengths[0], tensor_size()
     if chunk is None or chunk >= seq_len:
         return function(*arrays)
     if seq_len % chunk or chunk % parts:
-        usable = [size for size in range(parts, seq_len + 1, parts) if seq_len % size == 0]
-        nearest = min(usable, key=lambda size: abs(size - chunk), default=None)
+        usable = [size for size in range(parts, seq_len, parts) if seq_len % size == 0]
+        nearest = f"{min(usable, key=lambda size: abs(size - chunk))}, or None" if usable else "None"
         raise ValueError(
-            f"chunk={chunk} tokens must divide rows of {seq_len} tokens"
+            f"chunk={chunk} tokens (of the Llamas: token_chunk) must divide rows of {seq_len} tokens"
             + f", and be a multiple of mesh axis 'tensor' (size {parts})" * (parts > 1)
-            + f"; use {nearest}, or None for whole rows"
+            + f"; use {nearest} for whole rows"
         )
 
     # The axis may split the tokens of a row into contiguous parts, so a chunk has an equal share of each part.

@@ -235,7 +235,7 @@ def _check_names(wanted: set[str], jaxpr: Any) -> None:
     if unused:
         raise ValueError(
             f"remat names {', '.join(unused)}: no value in the model has that name; names from "
-            f"jax.ad_checkpoint.checkpoint_name: {', '.join(sorted(seen)) or 'none'}"
+            f"jax.ad_checkpoint.checkpoint_name: {', '.join(sorted(seen | {UNIT_INPUT}))}"
         )
 
 

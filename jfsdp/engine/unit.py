@@ -136,7 +136,7 @@ def part(mask: Sequence[bool], values: Sequence[Any]) -> tuple[list[Any], list[A
     return [value for flag, value in pairs if flag], [value for flag, value in pairs if not flag]
 
 
-_INPUT = "jfsdp.input"  # cannot be a name in the model
+_INPUT = "jfsdp.input"  # not the name in a policy, by which a model may name its values
 
 
 def apply_remat(compute: Callable[..., Any], remat: Remat, is_input: Sequence[bool] = ()) -> Callable[..., Any]:

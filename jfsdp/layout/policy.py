@@ -25,8 +25,8 @@ class SaveNames:
       save: names given to `jax.ad_checkpoint.checkpoint_name` whose values stay on the device.
       offload: names whose values wait for the backward in pinned host memory.
 
-    `UNIT_INPUT` ("input") is the name of each unit's inputs, except those that all iterations of a loop share. Without
-    it they stay on the device. A model cannot give this name to a value.
+    `UNIT_INPUT` ("input") is the name of each unit's inputs, except those that several calls share. Inputs that are
+    not named here are saved on the device. A model cannot give this name to a value.
     """
 
     save: tuple[str, ...] = ()

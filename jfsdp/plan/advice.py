@@ -245,7 +245,7 @@ def _reductions(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
         yield {"remat": "full"}, "activations"
     if estimate.plan is not None and PIPE not in sizes and options.accumulate < options.batch_per_device:
         yield {"accumulate": options.batch_per_device}, "activations and logits"
-    if estimate.plan is not None and (changes := chunked(options)):
+    if estimate.plan is not None and (changes := chunked(options, cluster.num_devices)):
         yield changes, "temporaries of a layer"
     if estimate.plan is not None and can_offload(options):
         yield {"remat": INPUTS}, "inputs of layers, to the host"

@@ -30,7 +30,7 @@ from jfsdp.trainer.preferences import with_preference
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.step import causal_flops, causal_keys, describe_attention, make_batch, make_schedule, make_step
 
-_LONG = 16_384  # tokens per device: longer rows are computed in chunks of at most so many
+_CHUNKS = 4096, 16_384  # tokens per device; with fewer, matrix products are slow
 INPUTS: Pairs = (("offload", (UNIT_INPUT,)),)  # --remat offload:input
 
 
@@ -60,13 +60,16 @@ def can_offload(options: StepOptions) -> bool:
     return PIPE not in dict(options.mesh) and not misorders_offloads()
 
 
-def chunked(options: StepOptions) -> dict[str, Any]:
-    """Return the change of a long row to a `token_chunk`; {} if the model's config lacks it, or has a value."""
-    job, tensor = find_planned_job(options), dict(options.mesh).get("tensor", 1)
-    seq_len, longest = options.seq_len or job.seq_len, _LONG * tensor
+def chunked(options: StepOptions, num_devices: int) -> dict[str, Any]:
+    """Return the change of a long row to a `token_chunk`.
+
+    {} if the model's config lacks this field or has a value, and for rows without a divisor of a useful size.
+    """
+    job, tensor = find_planned_job(options), mesh_sizes(options.mesh, num_devices).get("tensor", 1)
+    seq_len, longest = options.seq_len or job.seq_len, _CHUNKS[1] * tensor
     if seq_len <= longest or getattr(job.config, "token_chunk", 0) is not None:
         return {}
-    sizes = [size for size in range(tensor, longest + 1, tensor) if seq_len % size == 0]
+    sizes = [size for size in range(_CHUNKS[0] * tensor, longest + 1, tensor) if seq_len % size == 0]
     return {"model_config": (*options.model_config, ("token_chunk", sizes[-1]))} if sizes else {}
 
 

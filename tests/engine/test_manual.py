@@ -403,9 +403,29 @@ class Turned(nnx.Module):
 
         @nnx.scan(in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)
         def layers(x, block, shift):
-            return block(x * 1.0, shift)
+            return self.layer(x, block, shift)
 
         return self.head(layers(x, self.blocks, shift))
+
+    @staticmethod
+    def layer(x, block, shift):
+        return block(x * 1.0, shift)
+
+
+@pytest.mark.parametrize("program", ["xla", "manual"])
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint])
+def test_code_of_a_loop_may_make_an_equal_and_a_varying_value_in_one_call(program, wrap, monkeypatch):
+    """A call that makes both is not taken apart."""
+    monkeypatch.setattr(Block, "__call__", lambda self, x, shift: x + jnp.sin(self.up(x)[..., :16] * shift))
+    both = wrap(lambda x, shift: (1.5 * x, jnp.cos(shift)))
+    monkeypatch.setattr(Turned, "layer", staticmethod(lambda x, block, shift: block(*both(x, shift))))
+    model = fully_shard(Turned, units=[jfsdp.Unit(Block, 1)], program=program, remat="full")
+    step = model.train_step(
+        lambda model, x: jfsdp.Loss(jnp.sum(model(x) ** 2), jnp.float32(x.shape[0])), TX, check_loss=False
+    )
+    x = jnp.linspace(-1, 1, 8 * 6 * 16).reshape(8, 6, 16)
+    _, metrics = step(model.init(TX), x)
+    assert float(metrics["loss"]) == pytest.approx(float(jnp.sum(Turned(nnx.Rngs(0))(x) ** 2) / 8), rel=1e-5)
 
 
 @pytest.mark.parametrize("program", ["xla", "manual"])

@@ -96,12 +96,26 @@ def test_a_llama_of_chunks_equals_one_of_whole_rows(variant, stacked):
         (23, 5, 1, ("chunk=5", "23 tokens", "use 1")),
         (24, 3, 2, ("chunk=3", "'tensor' (size 2)", "use 2")),
         (24, 16, 2, ("chunk=16", "use 12")),
+        (23, 4, 2, ("chunk=4", "use None")),
     ],
 )
 def test_a_chunk_that_does_not_divide_is_refused_with_one_that_does(length, chunk, tensor, facts):
     mesh = jfsdp.make_mesh(fsdp=-1, tensor=tensor)
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         refuses(lambda: by_chunks(jnp.sin, chunk, jnp.ones((1, length, 2))), *facts)
+
+
+@pytest.mark.parametrize(
+    ("chunk", "shapes", "facts"),
+    [
+        *(((chunk, [(1, 8, 2)], (f"chunk={chunk!r}", "at least 1"))) for chunk in (0, -4, 2.0, "4", True)),
+        (4, [(1, 8, 2), (1, 12, 2)], ("(1, 8, 2)", "(1, 12, 2)", "same T")),
+        (4, [(8,)], ("(8,)", "[B, T, ...]")),
+        (4, [], ("[]",)),
+    ],
+)
+def test_bad_chunks_and_arrays_are_refused(chunk, shapes, facts):
+    refuses(lambda: by_chunks(lambda *xs: xs, chunk, *map(jnp.ones, shapes)), *facts)
 
 
 @pytest.mark.parametrize("chunk", [0, -1, 2.0, True])

@@ -13,6 +13,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import jfsdp
+from jfsdp.compat import misorders_offloads
 from tests import hlo, steps
 from tests.modules.parity import ROWS, TX
 from tests.sharding import fully_shard
@@ -149,18 +150,43 @@ def test_inputs_of_units_wait_in_host_memory(model):
     assert {str(aval.memory_space) for aval in found} == {"MemorySpace.Host"}
 
 
+class Shared(Net):
+    """Layers that all read the same value, such as the memory of an encoder."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs, False)
+        self.encoder = Layer(rngs)
+
+    def __call__(self, x):
+        memory, x = self.encoder(x), jnp.tanh(x)
+        for layer in self.layers:  # pyright: ignore[reportGeneralTypeIssues]
+            x = layer(x, memory)
+        return x
+
+
+@pytest.mark.skipif(misorders_offloads(), reason="refused on GPUs before JAX 0.11.1")
+def test_an_input_that_several_units_share_stays_on_the_device(monkeypatch):
+    monkeypatch.setattr(Layer, "__call__", lambda self, x, memory=0.0: back_doors(self.kernel[...], x + memory))
+    assert len(offloaded(Shared, [Layer], "manual")) == LAYERS - 1
+
+
+@pytest.mark.skipif(misorders_offloads(), reason="refused on GPUs before JAX 0.11.1")
 @pytest.mark.parametrize("program", ["xla", "manual"])
 @pytest.mark.parametrize("model", ["nnx list", "nnx stack"])
 def test_a_step_offloads_inputs_that_depend_on_weights_and_nothing_else(model, program):
-    source, units = MODELS[model]
+    moved = offloaded(*MODELS[model], program)
+    rows = ROWS if program == "xla" else ROWS // 8
+    assert {f"tensor<{rows}x{SIZE}xf32>" in line for line in moved} == {True}
+    if model == "nnx list":
+        assert len(moved) == LAYERS - 1, "the batch depends on no weight"
+
+
+def offloaded(source, units, program):
+    """Return the lines of a step for 8 GPUs that copy a value to host memory."""
     mesh = jfsdp.make_mesh(devices=hlo.h100s(1))
     sharded = steps.fully_shard(source, mesh=mesh, units=units, remat=POLICIES["offloaded input"], program=program)
     step = sharded.train_step(
         lambda model, x: jfsdp.Loss(jnp.sum(model(x)), jnp.float32(x.shape[0])), TX, check_loss=False
     )
     lines = step.lower(sharded.abstract_state(TX), X).as_text().splitlines()
-    moved = [line for line in lines if "annotate_device_placement" in line and '"pinned_host"' in line]
-    rows = ROWS if program == "xla" else ROWS // 8
-    assert {f"tensor<{rows}x{SIZE}xf32>" in line for line in moved} == {True}
-    if model == "nnx list":
-        assert len(moved) == LAYERS - 1, "the batch depends on no weight"
+    return [line for line in lines if "annotate_device_placement" in line and '"pinned_host"' in line]

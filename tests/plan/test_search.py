@@ -226,6 +226,8 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help():
             ["remat=full", "model_config=token_chunk=16384", "remat=offload:input", "offload=opt_state"],
         ),
         ({"seq_len": 40960, "mesh": "fsdp=4,tensor=2"}, ["remat=full", "model_config=token_chunk=20480"]),
+        ({"seq_len": 65536, "mesh": "fsdp=4,tensor=-1"}, ["remat=full", "model_config=token_chunk=32768"]),
+        ({"seq_len": 65537}, ["remat=full", "remat=offload:input", "offload=opt_state"]),
         ({"seq_len": 8192}, ["remat=full", "remat=offload:input", "offload=opt_state"]),
         ({"seq_len": 65536, "model_config": "token_chunk=1024"}, ["remat=full", "remat=offload:input"]),
     ],
@@ -233,7 +235,7 @@ def test_where_nothing_fits_the_least_is_named_and_what_would_help():
 def test_levers_of_long_rows_come_before_the_state_in_host_memory(given, levers):
     options = changed(TINY, remat="dots", **given)
     before, found = options, []
-    for one in leaner(options):
+    for one in leaner(options, NODE):
         (name, value), *_ = (pair for pair in changes(one, before).items())
         found.append(f"{name}={write(value)}")
         before = one

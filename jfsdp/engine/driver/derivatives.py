@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import jax
 
 from jfsdp.compat import core
 from jfsdp.engine.dataflow import is_literal
-from jfsdp.engine.driver.program import Call, Code, Item
+from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop
 from jfsdp.engine.unit import Arrays, Linear, apply_remat, linearize, part, weave
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.units import ROOT
@@ -22,8 +23,12 @@ class Derivatives:
       fixed: by item, the residuals that are equal in every iteration of its loop.
     """
 
-    def __init__(self, layout: Layout):
+    def __init__(self, layout: Layout, block: Block):
         self.layout = layout
+        blocks = [block, *(item.body for item in block.items if isinstance(item, Loop))]
+        calls = [item for one in blocks for item in one.items if isinstance(item, Call)]
+        reads = collections.Counter(atom for call in calls for atom in call.inputs if not is_literal(atom))
+        self._shared = {atom for atom, count in reads.items() if count > 1}
         self.fixed: dict[Item, list[Any]] = {}
         self._linears: dict[Item, Linear] = {}
 
@@ -58,8 +63,10 @@ class Derivatives:
         if isinstance(item, Call):
             unit, names = item.unit, item.call.traced.names[: len(shapes)]
         fixed = part(item.is_active, [False] * len(shapes) if is_fixed is None else is_fixed)
-        pairs = zip(part(item.is_active, names)[0], fixed[0], strict=True)
-        is_input = [not name and not is_fixed for name, is_fixed in pairs]  # no inner unit's weight
+        # Neither an inner unit's weight, nor a value that several calls share, such as the memory of an encoder.
+        pairs = zip(names, item.inputs, strict=True)
+        once = [not name and not is_literal(atom) and atom not in self._shared for name, atom in pairs]
+        is_input = [one and not equal for one, equal in zip(part(item.is_active, once)[0], fixed[0], strict=True)]
         return linearize(
             apply_remat(compute, self.layout.policy(unit).remat, is_input),
             full,

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfsdp.compat import core
-from jfsdp.engine.dataflow import depends_on, keep_outputs
+from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.driver.derivatives import run_item
-from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop, only, read
+from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop, eval_eqn, read
 from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import Gathers, at, join
 from jfsdp.engine.unit import part
@@ -79,7 +78,8 @@ class Forward:
                 outs = run_item(item, full, values)
             if isinstance(item, Call):
                 self.weights.keep(item, full, iteration)
-                if isinstance(iteration, int) and offloads(self.step.engine.layout.policy(item.unit).remat):
+                is_single = item.needs_backward and isinstance(iteration, int)  # not in a scan
+                if is_single and offloads(self.step.engine.layout.policy(item.unit).remat):
                     # Otherwise XLA:GPU may end a copy to the host after the backward, and keeps its source until then.
                     outs, record = jax.lax.optimization_barrier((outs, record))
         env.update(zip(item.outputs, outs, strict=True))
@@ -144,11 +144,12 @@ class Forward:
 
 def _equal_outputs(code: Code, known: Env) -> Env:
     """Compute the outputs of a loop's code that are equal in every iteration: a cast of a constant, for a unit."""
-    varies = depends_on(code.jaxpr, [var not in known for var in code.jaxpr.invars])
-    outputs = [var for var, other in zip(code.outputs, varies, strict=True) if not other]
-    inputs = [var for var in code.inputs if var in known]
-    jaxpr = only(code.jaxpr, keep_outputs(code.jaxpr, [not other for other in varies]).eqns, inputs, outputs)
-    return dict(zip(outputs, core.eval_jaxpr(jaxpr, (), *(known[var] for var in inputs)), strict=True))
+    values = dict(known)
+    for eqn in code.jaxpr.eqns:
+        if not eqn.effects and all(is_literal(atom) or atom in values for atom in eqn.invars):
+            results = eval_eqn(code.jaxpr, eqn, [read(values, atom) for atom in eqn.invars])
+            values.update(zip(eqn.outvars, results, strict=True))
+    return {var: values[var] for var in code.outputs if var in values}
 
 
 def typed(values: Sequence[Any], atoms: Sequence[Any]) -> list[jax.Array]:

@@ -234,7 +234,7 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
     _place(tries, given, space)
     names = spaces.value_names(given, cluster) if space.remats is None else ()
     for one in [] if tries.fitting() else tries.best(1):
-        for lean in spaces.leaner(one):
+        for lean in spaces.leaner(one, cluster):
             if not tries.fitting():
                 tries.try_all([lean])
     before, is_first = math.inf, True

@@ -184,7 +184,7 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def leaner(options: StepOptions) -> Iterator[StepOptions]:
+def leaner(options: StepOptions, cluster: Cluster) -> Iterator[StepOptions]:
     """Yield options that use less device memory, the cheapest in time first."""
     lean = dataclasses.replace(options, remat="full")
     yield lean
@@ -194,7 +194,7 @@ def leaner(options: StepOptions) -> Iterator[StepOptions]:
         yield dataclasses.replace(lean, accumulate=count)
     most = dataclasses.replace(lean, accumulate=max([options.accumulate, *cuts[-1:]]))
     inputs: dict[str, Any] = {"remat": INPUTS} if can_offload(options) else {}
-    for more in filter(None, (chunked(options), inputs)):
+    for more in filter(None, (chunked(options, cluster.num_devices), inputs)):
         most = dataclasses.replace(most, **more)
         yield most
     yield dataclasses.replace(most, offload=("opt_state",))

@@ -131,6 +131,8 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     changed = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     plain = ("strategy", "opt_over", "reshard_after_forward", "offload", "program", "prefetch", "storage")
     plain += ("min_size", "preference", "beta", "simulate_devices")
+    # Other rows need not be a multiple of the chunk, and without a backward a layer keeps no temporaries.
+    changed["model_config"] = tuple(pair for pair in config.model_config if pair[0] != "token_chunk")
     return dataclasses.replace(config, **changed, **{name: getattr(given, name) for name in plain})
 
 
