@@ -174,7 +174,8 @@ def test_an_input_that_several_units_share_stays_on_the_device(monkeypatch):
 @pytest.mark.parametrize("program", ["xla", "manual"])
 @pytest.mark.parametrize("model", ["nnx list", "nnx stack"])
 def test_a_step_offloads_inputs_that_depend_on_weights_and_nothing_else(model, program):
-    moved = offloaded(*MODELS[model], program)
+    source, units = MODELS[model]
+    moved = offloaded(source, units, program)
     rows = ROWS if program == "xla" else ROWS // 8
     assert {f"tensor<{rows}x{SIZE}xf32>" in line for line in moved} == {True}
     if model == "nnx list":
