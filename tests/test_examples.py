@@ -4,6 +4,7 @@ import json
 
 import safetensors.numpy
 import tokenizers
+import torch
 import transformers
 
 from examples import dataloaders, finetune_lora, linen, minimal, plan, vit
@@ -30,6 +31,7 @@ def test_the_adapter_of_a_fine_tuned_model_has_every_matrix(tmp_path):
         num_key_value_heads=2,
         max_position_embeddings=64,
     )
+    torch.manual_seed(0)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "base")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: n for n, word in enumerate(words)}, "a"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()

@@ -60,8 +60,7 @@ def test_a_long_row_fits_by_chunks_and_offloaded_inputs(seq_len):
     advice = advise_job(options, H100, int(0.7 * plan.needed_bytes), plan)
     config = {"model_config": (("num_layers", 6), ("token_chunk", 16384))}
     assert [one.changes for one in advice[:2]] == [config, config | {"remat": INPUTS}][: len(advice)]
-    for one in advice:
-        assert one.needed_bytes == pytest.approx(compiled_bytes(options, one.changes), rel=0.15)
+    assert advice[-1].needed_bytes == pytest.approx(compiled_bytes(options, advice[-1].changes), rel=0.15)
 
 
 def test_rows_are_limited_by_the_passes_where_the_peak_is_in_the_update_of_an_offloaded_state():
