@@ -23,7 +23,11 @@ def compiled_bytes(options, changes):
 @pytest.mark.parametrize(
     ("more", "names"),
     [
-        ({"batch_per_device": 8, "lora": ("rank=16,targets=**.kernel",)}, ["remat", "batch_per_device"]),
+        pytest.param(
+            {"batch_per_device": 8, "lora": ("rank=16,targets=**.kernel",)},
+            ["remat", "batch_per_device"],
+            marks=pytest.mark.proof,
+        ),
         ({"batch_per_device": 8, "accumulate": 4, "remat": "dots"}, ["accumulate", "reshard_after_forward"]),
     ],
     ids=["adapters", "microbatches"],
@@ -63,6 +67,7 @@ def test_a_long_row_fits_by_chunks_and_offloaded_inputs(seq_len):
     assert advice[-1].needed_bytes == pytest.approx(compiled_bytes(options, advice[-1].changes), rel=0.15)
 
 
+@pytest.mark.proof
 def test_rows_are_limited_by_the_passes_where_the_peak_is_in_the_update_of_an_offloaded_state():
     options = StepOptions(model="llama-8b", offload=("opt_state", "params"))
     plan = plan_job(options, H100)
