@@ -22,6 +22,7 @@ from jfsdp.plan.plan import Plan
 from jfsdp.train.step.loss import as_loss
 from jfsdp.train.update.stream import WINDOW
 from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.parse import Pairs
 
 _STATE = ("parameters", "work", "optimizer", "state")
 _BY_ROWS = ("activations", "logits", "attention", "compute", "workspace", "batch")
@@ -99,7 +100,7 @@ class _Estimate:
     def __init__(self, options: StepOptions, cluster: Cluster, plan: Plan | None) -> None:
         self.options, self.cluster, self.plan = options, cluster, plan
         self.sizes = mesh_sizes(options.mesh, cluster.num_devices)
-        self.device = topology_devices(cluster)[0] if plan else None
+        self.devices = topology_devices(cluster) if plan else None
         self._saved: dict[Any, int] = {}
 
     def after(self, changes: dict[str, Any]) -> int | None:
@@ -110,7 +111,7 @@ class _Estimate:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the user did not ask for this mesh
-                bound = bound_job(options, cluster, self.device)
+                bound = bound_job(options, cluster, self.devices and self.devices[0])
         except ValueError:
             return None
         if plan is None:
@@ -119,10 +120,10 @@ class _Estimate:
         if options.remat != self.options.remat:
             if options.remat not in self._saved:
                 same = dataclasses.replace(self.options, remat=options.remat)
-                self._saved[options.remat] = saved_bytes(same, topology_devices(self.cluster))
+                self._saved[options.remat] = saved_bytes(same, self.devices)
             passes = [{**parts, "activations": self._saved[options.remat]} for parts in passes]
         if options.model_config != self.options.model_config:
-            less = self._less_by_chunks(options)
+            less = self._less_by_chunks(plan.layout, options.model_config)
             passes = [{**parts, "compute": max(parts["compute"] - less, 0)} for parts in passes]
         shards = grads / max(1, _grad_bytes(plan.layout))
         rows = _rows(options, cluster) / _rows(self.options, self.cluster)
@@ -136,18 +137,15 @@ class _Estimate:
         in_passes = max(sum(scale.get(name, 1) * size for name, size in parts.items()) for parts in passes)
         return int(bound.state_bytes + plan.memory.fragmentation_bytes + max(in_passes, update))
 
-    def _less_by_chunks(self, options: StepOptions) -> int:
+    def _less_by_chunks(self, layout: Layout, config: Pairs) -> int:
         """Return by how much chunks reduce the temporaries of a layer: about the values that it saves without remat."""
         if "chunks" not in self._saved:
-            devices = topology_devices(self.cluster)
-            whole, parts = (
-                saved_bytes(dataclasses.replace(one, remat="none"), devices) for one in (self.options, options)
-            )
-            planned = shard_planned(options, devices)
-            leaves = planned.model.layout.leaves
-            layers = max(len(planned.model.layout.units) - 1, *(math.prod(x.shape[: x.stacked]) for x in leaves))
-            share = 1 - dict(options.model_config)["token_chunk"] / planned.seq_len
-            self._saved["chunks"] = int((whole - parts) / layers * share)
+            plain = dataclasses.replace(self.options, remat="none")
+            parted = dataclasses.replace(plain, model_config=config)
+            less = saved_bytes(plain, self.devices) - saved_bytes(parted, self.devices)
+            layers = max(len(layout.units) - 1, *(math.prod(leaf.shape[: leaf.stacked]) for leaf in layout.leaves))
+            seq_len = plain.seq_len or find_planned_job(plain).seq_len
+            self._saved["chunks"] = int(less / layers * (1 - dict(config)["token_chunk"] / seq_len))
         return self._saved["chunks"]
 
 

@@ -139,7 +139,7 @@ def _run_by_matrix(
     if not costs:
         return update(given)
     if any(leaf.stacked for leaf in costs):
-        with contextlib.suppress(TypeError, ValueError):  # of an update that fails with stacks of one layer
+        with contextlib.suppress(TypeError, ValueError):  # the update may fail with stacks of one layer
             one, _ = make_trace([_one_layer(x.shape, leaf) for x, leaf in zip(values, leaves, strict=True)])
             if _without_sizes(trace.jaxpr) == _without_sizes(one.jaxpr):
                 trace.one, trace.twins = one.jaxpr, dict(zip(trace.twins, one.twins, strict=True))

@@ -32,8 +32,12 @@ def check_policies(config: TrainConfig) -> dict[str, Any]:
     """
     best = None if config.keep_best is None else parse_best(config.keep_best)
     keep = Keep(config.keep or None, config.keep_every, best)
-    kept = {"keep": keep.last, "keep_every": keep.every, "keep_best": config.keep_best}
-    return kept | {"every_steps": config.checkpoint_every}
+    return {
+        "keep": keep.last,
+        "keep_every": keep.every,
+        "keep_best": config.keep_best,
+        "every_steps": config.checkpoint_every,
+    }
 
 
 def open_checkpoints(config: TrainConfig, run_dir: Path) -> Checkpointer:
