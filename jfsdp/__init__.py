@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     from jfsdp import peft as peft
     from jfsdp import plan as plan
     from jfsdp import trainer as trainer
+    from jfsdp.context.attention import attention as attention
+    from jfsdp.context.attention import over_context as over_context
+    from jfsdp.context.rows import positions as positions
+    from jfsdp.context.rows import whole_rows as whole_rows
     from jfsdp.engine.driver.schedule import Prefetch as Prefetch
     from jfsdp.engine.pipeline.schedule import Schedule as Schedule
     from jfsdp.layout.lora import LoRA as LoRA

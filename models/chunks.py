@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from .checks import MAX_SIZE, is_count
-from .over_tensor import tensor_size
+from .over_tensor import AXIS, context_axes, token_parts
 
 
 def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: jax.Array) -> Any:
@@ -26,7 +26,7 @@ def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: jax.Arra
       function: called with arrays [B chunk ..], or [1 chunk ..]. Tokens must be independent, as in an MLP and its norm.
         It may read weights, but change no state: no dropout, no batch statistics. A Linen module creates its parameters
         in `init`; call this with `None if self.is_initializing() else chunk` there.
-      chunk: a divisor of T, and a multiple of mesh axis `tensor`; None, T or more: `function` is called once.
+      chunk: a divisor of T, and a multiple of the mesh axes that split tokens (`tensor`; with `xla` also `context`); None, T or more: `function` is called once.
 
     Raises:
       ValueError: for a chunk that does not divide the tokens of a row, with the nearest chunk that does; one that is
@@ -37,7 +37,7 @@ def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: jax.Arra
     lengths = [x.shape[1] if x.ndim > 1 else None for x in arrays]
     if len(set(lengths)) != 1 or lengths[0] is None:
         raise ValueError(f"arrays of shapes {[x.shape for x in arrays]} must be [B, T, ...] with the same T")
-    seq_len, parts = lengths[0], tensor_size()
+    seq_len, parts = lengths[0], token_parts((*context_axes(), AXIS))
     if chunk is None or chunk >= seq_len:
         return function(*arrays)
     if seq_len % chunk or chunk % parts:
@@ -45,11 +45,11 @@ def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: jax.Arra
         nearest = f"{min(usable, key=lambda size: abs(size - chunk))}, or None" if usable else "None"
         raise ValueError(
             f"chunk={chunk} tokens (of the Llamas: token_chunk) must divide rows of {seq_len} tokens"
-            + f", and be a multiple of mesh axis 'tensor' (size {parts})" * (parts > 1)
+            + f", and be a multiple of the {parts} parts into which mesh axes 'context' and 'tensor' split them" * (parts > 1)
             + f"; use {nearest} for whole rows"
         )
 
-    # The axis may split the tokens of a row into contiguous parts, so a chunk has an equal share of each part.
+    # These axes may split the tokens of a row into contiguous parts, so a chunk has an equal share of each part.
     def cut(x: jax.Array) -> jax.Array:
         x = x.reshape(x.shape[0], parts, -1, chunk // parts, *x.shape[2:])
         return jnp.moveaxis(x, 2, 0).reshape(-1, x.shape[0], chunk, *x.shape[4:])

@@ -34,8 +34,9 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import attend, describe_attention, document_mask, document_positions, document_view
+from .attention import attend, describe_attention, document_mask, document_view
 from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
+from .context import WHOLE, Context
 from .elementwise import gelu_tanh, layer_norm
 from .gpt2_config import PRESETS, GPT2Config, flops_per_token
 from .gpt2_hf import PRETRAINED
@@ -82,6 +83,7 @@ class Attention(nn.Module):
     """Causal attention with H heads."""
 
     config: GPT2Config
+    context: Context = WHOLE
 
     @nn.compact
     def __call__(self, x: jax.Array, documents: Any, deterministic: bool, cache: Cache | None = None) -> Any:
@@ -91,22 +93,24 @@ class Attention(nn.Module):
         if cache is not None:  # `documents` are positions
             attended, cache = attend_cached(query, key, value, cache, documents, choice=config.attention)
         elif config.attention_dropout and not deterministic:  # with `by_heads` all devices would draw the same mask
-            attended = self._attend_with_dropout(query, key, value, documents)
+            kernel = self.context.over_context(self._attend_with_dropout)  # refuses dropout if `context` splits rows
+            attended = kernel(query, key, value, documents, dropout_rate=config.attention_dropout)
         else:
-            attended = by_heads(partial(attend, choice=config.attention), query, key, value, documents=documents)
+            kernel = self.context.over_context(partial(attend, choice=config.attention))
+            attended = by_heads(kernel, query, key, value, documents=documents)
         attended = checkpoint_name(over_tensor(attended, 2, HEADS), "attended").reshape(x.shape)
         attended = _dense(config.dim, _residual_init(config), "c_proj")(attended)
         return attended if cache is None else (attended, cache)
 
     def _attend_with_dropout(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None
+        self, query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array | None, *, dropout_rate: float
     ) -> jax.Array:
         seq_len, head_size = query.shape[1], query.shape[-1]
         causal = jnp.tril(jnp.ones((1, 1, seq_len, seq_len), bool))
         scores = jnp.einsum("bqha,bkha->bhqk", query, key).astype(jnp.float32) * head_size**-0.5
         scores = jnp.where(causal if mask is None else causal & mask, scores, jnp.finfo(jnp.float32).min)
         probabilities = jax.nn.softmax(scores, axis=-1).astype(query.dtype)
-        dropped = nn.Dropout(self.config.attention_dropout, deterministic=False)(probabilities)
+        dropped = nn.Dropout(dropout_rate, deterministic=False)(probabilities)
         return jnp.einsum("bhqk,bkha->bqha", dropped, value)
 
 
@@ -138,12 +142,13 @@ class Block(nn.Module):
     """A block: adds attention, then the MLP, to the residual stream. The unit for sharding."""
 
     config: GPT2Config
+    context: Context = WHOLE
 
     @nn.compact
     def __call__(self, x: jax.Array, documents: Any, deterministic: bool, cache: Cache | None = None) -> Any:
         eps, drop = self.config.norm_eps, nn.Dropout(self.config.dropout, deterministic=deterministic)
         normed = whole_rows(LayerNorm(eps, name="ln_1")(x))
-        attended = Attention(self.config, name="attn")(normed, documents, deterministic, cache)
+        attended = Attention(self.config, self.context, name="attn")(normed, documents, deterministic, cache)
         if cache is not None:
             attended, cache = attended
         x = x + drop(split_tokens(attended))
@@ -158,6 +163,7 @@ class GPT2(nn.Module):
     """
 
     config: GPT2Config
+    context: Context = WHOLE
 
     @nn.compact
     def __call__(
@@ -193,15 +199,14 @@ class GPT2(nn.Module):
         Raises:
           ValueError: if a row is longer than the position table.
         """
-        config, seq_len = self.config, tokens.shape[1]
+        config, seq_len = self.config, self.context.row_length(tokens)
         if seq_len > config.num_positions:
             raise ValueError(
                 f"rows of {seq_len} tokens exceed GPT2Config.num_positions={config.num_positions}; shorten the rows, "
                 "or raise num_positions"
             )
         if positions is None:
-            one_row = jnp.arange(seq_len, dtype=jnp.int32)[None, :]
-            positions = one_row if segment_ids is None else document_positions(segment_ids)
+            positions = self.context.positions(tokens, segment_ids)
         init = nn.initializers.normal(_INIT_STD)
         if cache is not None:
             positions, lengths = check_cached(positions, lengths)
@@ -212,6 +217,7 @@ class GPT2(nn.Module):
         if cache is not None and lengths is not None:
             x, cache = self._extend(x, positions, cache)
             return wte.attend(LayerNorm(config.norm_eps, name="ln_f")(last_of(whole_rows(x), lengths)))[:, 0], cache
+        segment_ids = None if segment_ids is None else self.context.whole_rows(segment_ids)
         if config.attention_dropout and not deterministic:
             documents = document_mask(segment_ids)
         else:
@@ -228,7 +234,7 @@ class GPT2(nn.Module):
     def _extend(self, x: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         if not self.config.stacked:
             for index in range(self.config.num_layers):
-                x, cache = Block(self.config, name=f"h_{index}")(x, positions, True, cache.at(index))
+                x, cache = Block(self.config, self.context, name=f"h_{index}")(x, positions, True, cache.at(index))
             return x, cache
 
         def run_block(block: Block, carry: Any, number: jax.Array, positions: jax.Array) -> tuple[Any, None]:
@@ -242,12 +248,12 @@ class GPT2(nn.Module):
             length=self.config.num_layers,
         )
         numbers = jnp.arange(self.config.num_layers)
-        return scan(Block(self.config, name="h"), (x, cache), numbers, positions)[0]
+        return scan(Block(self.config, self.context, name="h"), (x, cache), numbers, positions)[0]
 
     def _run_blocks(self, x: jax.Array, documents: Any, deterministic: bool) -> jax.Array:
         if not self.config.stacked:
             for index in range(self.config.num_layers):
-                x = Block(self.config, name=f"h_{index}")(x, documents, deterministic)
+                x = Block(self.config, self.context, name=f"h_{index}")(x, documents, deterministic)
             return x
 
         def run_block(block: Block, x: jax.Array, documents: Any) -> tuple[jax.Array, None]:
@@ -260,7 +266,7 @@ class GPT2(nn.Module):
             in_axes=nn.broadcast,  # type: ignore[arg-type]
             length=self.config.num_layers,
         )
-        return scan(Block(self.config, name="h"), x, documents)[0]
+        return scan(Block(self.config, self.context, name="h"), x, documents)[0]
 
 
 def placements(config: GPT2Config) -> Placements:
@@ -314,6 +320,7 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
         "pretrained": PRETRAINED,
         "placements": placements(config),
         "row_loss": partial(loss_of_model, by_row=True),
+        "in_context": lambda model, **functions: (model[0].clone(context=Context(**functions)), *model[1:]),
         "cache": partial(_cache, config),
     }
 

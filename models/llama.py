@@ -3,7 +3,8 @@
 A decoder-only transformer: RMSNorm before each half of a layer, rotary embedding, grouped-query attention, SwiGLU.
 `LlamaConfig` has all differences between the relatives. The model is written without sharding, except over mesh axis
 `tensor`, if the mesh has one. That axis splits heads, the wide dim of an MLP and the vocabulary (Megatron-LM, arXiv
-1909.08053), with their weights (`placements`), and elsewhere the tokens of a row.
+1909.08053), with their weights (`placements`), and elsewhere the tokens of a row. If axis `context` splits the tokens,
+the job passes the functions of `Context`.
 Named values for remat policies: qkv (rotated), attended, mlp_hidden (gate and up).
 
 Parameter names (joined by "."; with `stacked=True` each array below `layers` has a leading dim L, with `stacked=False`
@@ -33,9 +34,10 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import attend, describe_attention, document_positions, document_view
+from .attention import attend, describe_attention, document_view
 from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
 from .chunks import by_chunks
+from .context import WHOLE, Context
 from .elementwise import rms_norm, swiglu
 from .llama_config import PRESETS, LlamaConfig, RopeScaling, flops_per_token
 from .llama_hf import PRETRAINED
@@ -86,7 +88,9 @@ def _yarn_kept(config: LlamaConfig, scaling: RopeScaling) -> np.ndarray:
     return 1.0 - np.clip((np.arange(size // 2) - low) / (high - low), 0.0, 1.0)
 
 
-def rope_table(config: LlamaConfig, positions: jax.Array, real: jax.Array | None = None) -> Rope:
+def rope_table(
+    config: LlamaConfig, positions: jax.Array, real: jax.Array | None = None, context: Context = WHOLE
+) -> Rope:
     """Return cosines and sines in float32 for `apply_rope`.
 
     Layout:  [B T] -> two of [B T 1 A/2], or [1 T] -> two of [1 T 1 A/2]
@@ -97,7 +101,8 @@ def rope_table(config: LlamaConfig, positions: jax.Array, real: jax.Array | None
     """
     frequencies, scaling = jnp.asarray(rope_frequencies(config), jnp.float32), config.rope_scaling
     if scaling is not None and scaling.kind == "dynamic":
-        longest = jnp.max(positions if real is None else jnp.where(real, positions, 0), axis=1) + 1
+        counted = positions if real is None else jnp.where(real, positions, 0)
+        longest = jnp.max(context.whole_rows(counted), axis=1) + 1
         base = jnp.maximum(scaling.factor * longest / scaling.original_context - (scaling.factor - 1), 1.0)
         powers = np.arange(0, config.head_size, 2) / max(config.head_size - 2, 1)
         frequencies = frequencies * base[:, None, None, None] ** jnp.asarray(-powers, jnp.float32)
@@ -162,8 +167,8 @@ class Embedding(nnx.Module):
 class Attention(nnx.Module):
     """Causal attention with `num_kv_heads` key and value heads, which groups of query heads share."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, context: Context = WHOLE):
+        self.config, self.context = config, context
         query_dim, kv_dim = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
         self.q_proj = Linear(config.dim, query_dim, rngs=rngs, use_bias=config.qkv_bias)
         self.k_proj = Linear(config.dim, kv_dim, rngs=rngs, use_bias=config.qkv_bias)
@@ -188,6 +193,7 @@ class Attention(nnx.Module):
         query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in qkv)
         if cache is None:
             kernel = partial(attend, choice=config.attention, window=config.local_window_size)
+            kernel = self.context.over_context(kernel)
             attended = by_heads(kernel, query, key, value, documents=documents)
         else:  # `documents` are positions
             kernel = partial(attend_cached, choice=config.attention, window=config.local_window_size)
@@ -217,10 +223,10 @@ def _residual_gain(config: LlamaConfig) -> float:
 class DecoderLayer(nnx.Module):
     """A layer: adds attention, then the MLP, to the residual stream. The unit for sharding."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, context: Context = WHOLE):
         self.config = config
         self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.attn = Attention(config, rngs=rngs)
+        self.attn = Attention(config, rngs=rngs, context=context)
         self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.mlp = MLP(config, rngs=rngs)
 
@@ -248,13 +254,13 @@ class Llama(nnx.Module):
     With the same seed, stacked and unstacked models have the same weights.
     """
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs):
-        self.config = config
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, context: Context = WHOLE):
+        self.config, self.context = config, context
         self.embed = Embedding(config.vocab_size, config.dim, rngs=rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)
 
         def make_layer(key: jax.Array) -> DecoderLayer:
-            return DecoderLayer(config, rngs=nnx.Rngs(params=key))
+            return DecoderLayer(config, rngs=nnx.Rngs(params=key), context=context)
 
         self.layers = nnx.vmap(make_layer)(keys) if config.stacked else nnx.List([make_layer(key) for key in keys])
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
@@ -294,13 +300,11 @@ class Llama(nnx.Module):
             real = jnp.arange(tokens.shape[1]) < lengths[:, None]
             x, cache = self._extend(x, rope_table(self.config, positions, real), positions, cache)
             return self._logits(self.norm(last_of(whole_rows(x), lengths)))[:, 0], cache
-        if positions is None:
-            one_row = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
-            positions = one_row if segment_ids is None else document_positions(segment_ids)
-        rope = rope_table(self.config, positions, None if segment_ids is None else segment_ids != 0)
-        config = self.config
+        config, context = self.config, self.context
+        positions = context.positions(tokens, segment_ids) if positions is None else positions
+        rope = rope_table(config, positions, None if segment_ids is None else segment_ids != 0, context)
         documents, x = document_view(
-            segment_ids,
+            None if segment_ids is None else context.whole_rows(segment_ids),
             split_tokens(looked_up(self.embed(tokens))),
             config.attention,
             head_size=config.head_size,
@@ -379,6 +383,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "pretrained": PRETRAINED,
         "placements": placements(config),
         "row_loss": partial(loss_of_model, by_row=True),
+        "in_context": lambda model, **functions: partial(model, context=Context(**functions)),
         "cache": partial(cache_shapes, config.num_layers, config.num_kv_heads, config.head_size, config.stacked),
     }
 

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .over_tensor import context_axes, token_parts
+
 
 class LossSums(NamedTuple):
     """Sums over tokens or images, which are added over devices and microbatches and divided once: `total / weight`.
@@ -239,22 +241,34 @@ def _scores(hidden: jax.Array, kernel: jax.Array, tied: bool) -> jax.Array:
 
 
 def _chunks(chunk: int, *arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Split rows into chunks of at most `chunk` tokens, padded with zeros. Layout: [B T ..] -> [C B T/C ..]."""
+    """Split rows into chunks of at most `chunk` tokens, padded with zeros. Layout: [B T ..] -> [C B T/C ..].
+
+    A chunk has an equal share of each part into which the compiler splits rows.
+    """
     seq_len = arrays[0].shape[1]
-    num = math.ceil(seq_len / min(chunk, seq_len))
-    size = math.ceil(seq_len / num)
+    parts, num = _parts(seq_len), math.ceil(seq_len / min(chunk, seq_len))
+    size = math.ceil(seq_len / parts / num)
 
     def cut(x: jax.Array) -> jax.Array:
-        x = jnp.pad(x, [(0, num * size - seq_len if dim == 1 else 0) for dim in range(x.ndim)])
-        return jnp.moveaxis(x.reshape(x.shape[0], num, size, *x.shape[2:]), 1, 0)
+        x = x.reshape(x.shape[0], parts, -1, *x.shape[2:])
+        x = jnp.pad(x, [(0, num * size - x.shape[2] if dim == 2 else 0) for dim in range(x.ndim)])
+        x = jnp.moveaxis(x.reshape(x.shape[0], parts, num, size, *x.shape[3:]), 2, 0)
+        return x.reshape(num, x.shape[1], parts * size, *x.shape[4:])
 
     return tuple(map(cut, arrays))
 
 
+def _parts(seq_len: int) -> int:
+    parts = token_parts(context_axes())
+    return 1 if seq_len % parts else parts
+
+
 def _joined(chunks: jax.Array, seq_len: int) -> jax.Array:
     """Undo `_chunks`."""
-    rows = jnp.moveaxis(chunks, 0, 1)
-    return rows.reshape(rows.shape[0], -1, *rows.shape[3:])[:, :seq_len]
+    parts = _parts(seq_len)
+    rows = jnp.moveaxis(chunks.reshape(*chunks.shape[:2], parts, -1, *chunks.shape[3:]), 0, 2)
+    rows = rows.reshape(rows.shape[0], parts, -1, *rows.shape[4:])[:, :, : seq_len // parts]
+    return rows.reshape(rows.shape[0], seq_len, *rows.shape[3:])
 
 
 def token_batch(batch_size: int, seq_len: int, *, packed: bool = False) -> dict[str, jax.ShapeDtypeStruct]:

@@ -1,5 +1,9 @@
-"""Shardings of a model's weights and activations over mesh axis `tensor`, if the mesh has one."""
+"""Shardings of a model's weights and activations over mesh axis `tensor`, if the mesh has one.
 
+Axis `context`, which may split the tokens of rows, is named next to it where the compiler partitions values over it.
+"""
+
+import math
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -40,6 +44,19 @@ def tensor_size() -> int:
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
 
+def context_axes() -> tuple[str, ...]:
+    """Return the parts of axis `context` over which the compiler splits the tokens of rows; none inside a `shard_map`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(name for name, kind in kinds if name.startswith("context") and kind == AxisType.Auto)
+
+
+def token_parts(axes: Iterable[str]) -> int:
+    """Return the number of parts into which these axes of the mesh in context split a dim."""
+    shape = jax.sharding.get_abstract_mesh().shape
+    return math.prod(shape.get(axis, 1) for axis in axes)
+
+
 def split_tokens(x: jax.Array) -> jax.Array:
     """State that the tokens of a row are split over axis `tensor`, where computation is independent per token.
 
@@ -67,18 +84,19 @@ def looked_up(x: jax.Array) -> jax.Array:
     if not _splits(x) or AxisType.Manual in jax.sharding.get_abstract_mesh().axis_types:
         return x
     free = PartitionSpec.UNCONSTRAINED
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(free, None, free))
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(free, context_axes() or None, free))
 
 
 def _splits(x: jax.Array) -> bool:
-    return tensor_size() > 1 and x.shape[1] % tensor_size() == 0
+    return tensor_size() > 1 and x.shape[1] % token_parts((*context_axes(), AXIS)) == 0
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def stated(is_split: bool, x: jax.Array) -> jax.Array:
     """State whether the axis splits tokens, and the opposite for the cotangent."""
     free = PartitionSpec.UNCONSTRAINED
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(free, AXIS if is_split else None, free))
+    axes = (*context_axes(), *[AXIS] * is_split)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(free, axes or None, free))
 
 
 # Two matrix products read the gradient of a sum over `tensor`: unless it is stated as whole, each gathers it.

@@ -30,6 +30,7 @@ from jfsdp.engine.engine import Engine, Pairs, Pull, T, pad_all, to_device
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.flat import move_together
 from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.mesh import batch_spec
 from jfsdp.layout.precision import is_key
 
 
@@ -122,7 +123,7 @@ class ManualEngine(Engine):
         source_specs = {path: _data_spec(leaf, self._names(leaf, leaf.source)) for path, leaf in leaves.items()}
         outer = {path: source[path].reshape(_outer_shape(leaf)) for path, leaf in leaves.items()}
         whole = PartitionSpec()
-        rows = jax.tree.map(lambda x: PartitionSpec(self._data) if x.ndim else whole, others[1])
+        rows = jax.tree.map(lambda x: batch_spec(self.mesh, x.ndim), others[1])
         given: Any = {"in_specs": (source_specs, whole, rows, *[whole] * len(others[2:])), "out_specs": specs}
         axes = {axis for axis in self.mesh.axis_names if axis not in self.auto_axes}
 

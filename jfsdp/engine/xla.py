@@ -21,7 +21,7 @@ from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import Engine, Pairs, Pull, T, pad_all, to_device
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.mesh import data_axes
+from jfsdp.layout.mesh import batch_spec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,9 +66,12 @@ class XlaEngine(Engine):
         return grads
 
     def split_rows(self, batch: Any, num: int) -> Any:
-        """Split a batch into microbatches, with dim 1 sharded over the data axes; see `Engine.split_rows`."""
-        sharding = NamedSharding(self.mesh, PartitionSpec(None, data_axes(self.mesh)))
-        state = lambda x: jax.lax.with_sharding_constraint(x, sharding) if x.ndim > 1 else x  # noqa: E731
+        """Split a batch into microbatches, with the rows of each sharded as a batch; see `Engine.split_rows`."""
+
+        def state(x: jax.Array) -> jax.Array:
+            sharding = NamedSharding(self.mesh, PartitionSpec(None, *batch_spec(self.mesh, x.ndim - 1)))
+            return jax.lax.with_sharding_constraint(x, sharding) if x.ndim > 1 else x
+
         return jax.tree.map(state, super().split_rows(batch, num))
 
     def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:

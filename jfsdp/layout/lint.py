@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jfsdp.layout.layout import Layout, num_parameters
-from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
+from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.report import padding_elements
 from jfsdp.layout.units import ROOT
@@ -71,7 +71,7 @@ def _splits_nothing(layout: Layout) -> str | None:
     sizes, strategy = dict(layout.mesh_sizes), layout.strategy
     if strategy.name == "ddp" or layout.num_shards(strategy.axes("opt")) > 1:
         return None
-    if num_data_shards(sizes) == 1:
+    if layout.num_shards(DATA_AXES) == 1:
         where = "one device" if math.prod(sizes.values()) == 1 else "one data shard"
         return f"{strategy.name} on {where}: {_split_there(layout)}"
     axes = " and ".join(map(repr, strategy.axes("opt")))

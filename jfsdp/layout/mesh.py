@@ -1,9 +1,12 @@
 """Device meshes and the roles of their axes.
 
-The axes, from outer to inner: `pipe`, `replica`, `fsdp`, `tensor`. Outer axes span hosts, inner axes stay on the fast
-links inside a host. In a mesh they are in the order in which a step's `shard_map`s make them manual, with `pipe` after
-the data axes: XLA (0.12) aborts if an axis comes before others that are made manual earlier. Code asks for the role of
-an axis ("the batch is split over ..."), never for a literal name.
+The axes, from outer to inner: `pipe`, `replica`, `fsdp`, `context`, `tensor`. Outer axes span hosts, inner axes stay on
+the fast links inside a host. In a mesh they are in the order in which a step's `shard_map`s make them manual, with
+`pipe` after the data axes: XLA (0.12) aborts if an axis comes before others that are made manual earlier. Code asks for
+the role of an axis ("the batch is split over ..."), never for a literal name.
+
+The state is split, and gradients are summed, over the data axes. Two of them split the rows of a batch, and `context`
+splits the tokens of a row.
 """
 
 from __future__ import annotations
@@ -11,29 +14,30 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from jfsdp.arguments import checked
 from jfsdp.launch.hosts import hosts
 from jfsdp.layout.limits import check_number
 
-PIPE = "pipe"
-AXES = ("replica", "fsdp", PIPE, "tensor")
-OUTER_FIRST = (PIPE, "replica", "fsdp", "tensor")
-DATA_AXES = ("replica", "fsdp")  # the batch is split over these
-GROUP_AXES = ("fsdp",)  # a strategy shards over these and replicates over the other data axes
+PIPE, CONTEXT = "pipe", "context"
+ROW_AXES = ("replica", "fsdp")  # the rows of a batch are split over these
+DATA_AXES = (*ROW_AXES, CONTEXT)  # the batch is split over these
+AXES = (*DATA_AXES, PIPE, "tensor")
+OUTER_FIRST = (PIPE, *DATA_AXES, "tensor")
+GROUP_AXES = ("fsdp", CONTEXT)  # a strategy shards over these and replicates over the other data axes
 MODEL_AXES = ("tensor", PIPE)  # the model is split over these: its computation, or its layers
-_MEANT = {"dp": "replica", "dp_replicate": "replica", "dp_shard": "fsdp", "tp": "tensor", "pp": "pipe"}
+_MEANT = {"dp": "replica", "dp_replicate": "replica", "dp_shard": "fsdp", "tp": "tensor", "pp": PIPE}
+_MEANT |= {"cp": CONTEXT, "sp": CONTEXT, "sequence": CONTEXT, "ulysses": CONTEXT}
 _PLACES = [OUTER_FIRST.index(axis) for axis in AXES]
 _MOST_PARTS = 32  # of an axis: each is at least 2, and no mesh has 2**32 devices
 # Parts of a data axis over which some stage is only partly split (hpZ): `fsdp_0`, `fsdp_1`, ..., major to minor.
 SUB_AXES = {axis: tuple(f"{axis}_{place}" for place in range(_MOST_PARTS)) for axis in DATA_AXES}
-_SPLITS_ROWS = frozenset(DATA_AXES).union(*SUB_AXES.values())
 
 
 def check_sizes(sizes: Mapping[str, int]) -> None:
@@ -83,20 +87,21 @@ def make_mesh(
     pipe: int = 1,
     replica: int = 1,
     fsdp: int = -1,
+    context: int = 1,
     tensor: int = 1,
     sharding_factor: int | None = None,
     devices: Sequence[Any] | None = None,
     **unknown: int,
 ) -> Mesh:
-    """Arrange devices into the mesh (replica, fsdp, pipe, tensor).
+    """Arrange devices into the mesh (replica, fsdp, context, pipe, tensor).
 
-    Devices of one host are neighbours along the inner axes, so that `tensor` and then `fsdp` use the links inside a
-    host, and `replica` and `pipe` cross hosts, for any assignment of processes to hosts.
+    Devices of one host are neighbours along the inner axes, so that `tensor`, then `context` and `fsdp` use the links
+    inside a host, and `replica` and `pipe` cross hosts, for any assignment of processes to hosts.
 
     Cost: for devices of several processes, that of `jfsdp.launch.hosts.hosts`: every process must make the mesh.
 
     Args:
-      pipe, replica, fsdp, tensor: axis sizes; at most one is -1 and takes the rest of the devices.
+      pipe, replica, fsdp, context, tensor: axis sizes; at most one is -1 and takes the rest of the devices.
       sharding_factor: shard over groups of this many neighbouring devices: axis `fsdp` gets this size, and `replica`
         the rest of `replica * fsdp`.
       devices: the devices to use; default all of `jax.devices()`. May be devices of a deviceless topology.
@@ -114,7 +119,8 @@ def make_mesh(
         raise TypeError(f"devices has {other[0]!r} (a {type(other[0]).__name__}); pass devices of jax.devices()")
     if len(set(devices)) < len(devices):
         raise ValueError("devices has a device twice; pass each one once, as jax.devices() returns them")
-    sizes = resolve_sizes({"pipe": pipe, "replica": replica, "fsdp": fsdp, "tensor": tensor}, len(devices))
+    sizes = {PIPE: pipe, "replica": replica, "fsdp": fsdp, CONTEXT: context, "tensor": tensor}
+    sizes = resolve_sizes(sizes, len(devices))
     sizes = sizes if sharding_factor is None else regroup(sizes, sharding_factor)
     shape = tuple(sizes[axis] for axis in OUTER_FIRST)
     host = dict(zip(devices, hosts(devices), strict=True))
@@ -162,23 +168,34 @@ def axis_sizes(mesh: Mesh | AbstractMesh) -> dict[str, int]:
 
 
 def num_data_shards(sizes: Mapping[str, int]) -> int:
-    """Return the number of parts that the batch is split into."""
-    return math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
+    """Return the number of parts that the rows of a batch are split into."""
+    return math.prod(sizes.get(axis, 1) for axis in ROW_AXES)
 
 
-def data_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    """Return the axes of a mesh that split the batch, including the parts that `split_mesh` makes."""
-    return tuple(filter(is_data_axis, mesh.axis_names))
+def axes_of(mesh: Mesh | AbstractMesh, axes: Iterable[str]) -> tuple[str, ...]:
+    """Return the axes of a mesh that are one of `axes`, or a part of one that `split_mesh` makes."""
+    return tuple(name for name in mesh.axis_names if is_axis(name, axes))
 
 
-def is_data_axis(name: str) -> bool:
-    """Tell whether an axis of a mesh, or a part of one, splits the batch."""
-    return name in _SPLITS_ROWS
+def is_axis(name: str, axes: Iterable[str]) -> bool:
+    """Tell whether an axis of a mesh is one of these data axes, or a part of one that `split_mesh` makes."""
+    return any(name == axis or name in SUB_AXES[axis] for axis in axes)
+
+
+def batch_spec(mesh: Mesh | AbstractMesh, num_dims: int) -> PartitionSpec:
+    """Return the spec of a leaf of a batch [rows, tokens, ...]; a leaf without dims is replicated."""
+    rows, tokens = (axes_of(mesh, axes) for axes in (ROW_AXES, (CONTEXT,)))
+    return PartitionSpec(*(rows, tokens)[: min(num_dims, 2 if num_contexts(mesh) > 1 else 1)])
 
 
 def model_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """Return the axes of size above 1 over which a model may be split."""
     return tuple(name for name in MODEL_AXES if mesh.shape.get(name, 1) > 1)
+
+
+def num_contexts(mesh: Mesh | AbstractMesh) -> int:
+    """Return the number of parts that the tokens of a row are split into."""
+    return math.prod(mesh.shape[axis] for axis in axes_of(mesh, (CONTEXT,)))
 
 
 def crosses_hosts(mesh: Mesh | AbstractMesh, axis: str) -> bool:
@@ -197,14 +214,14 @@ def _host_grid(mesh: Mesh) -> np.ndarray:
 def row_shares(mesh: Mesh | AbstractMesh) -> dict[int, int]:
     """Return by process the index of its share of a batch's rows; processes with the same rows have the same index.
 
-    Processes whose devices differ only along model axes (`tensor` across processes) have the same rows.
+    Processes whose devices differ only along other axes (`tensor` or `context` across processes) have the same rows.
 
     Raises:
       ValueError: if the rows of two processes overlap partly.
     """
     if isinstance(mesh, AbstractMesh):
         return {0: 0}
-    axes = data_axes(mesh)
+    axes = axes_of(mesh, ROW_AXES)
     places = [mesh.axis_names.index(axis) for axis in axes]
     num_parts = math.prod(mesh.shape[axis] for axis in axes)
     parts = np.moveaxis(mesh.devices, places, range(len(places))).reshape(num_parts, -1)
@@ -214,7 +231,7 @@ def row_shares(mesh: Mesh | AbstractMesh) -> dict[int, int]:
             rows.setdefault(device.process_index, set()).add(row)
     shares = list(dict.fromkeys(frozenset(own) for own in rows.values()))
     if sum(map(len, shares)) != num_parts:
-        sizes = {axis: mesh.shape[axis] for axis in model_axes(mesh)}
+        sizes = {axis: size for axis, size in mesh.shape.items() if axis not in axes and size > 1}
         raise ValueError(
             f"mesh axes {sizes} split processes so that some share a part of their rows: each has "
             f"{mesh.size // len(rows)} of the mesh's devices; use sizes whose product divides this number, or is a "
@@ -227,7 +244,8 @@ def row_shares(mesh: Mesh | AbstractMesh) -> dict[int, int]:
 def model_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
     """Allow a model to state shardings as bare PartitionSpecs while it is traced, if the mesh has model axes.
 
-    Moves no data. If the model axes have size 1, no mesh is set, so that programs are the same as without. A mesh that
+    Axis `context` counts here: attention reads it (`jfsdp.over_context`).
+    Moves no data. If these axes have size 1, no mesh is set, so that programs are the same as without. A mesh that
     the user has set stays set if it has the same axes, and is hidden otherwise, since the state is not on its axes.
 
     Raises:
@@ -239,7 +257,7 @@ def model_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
             f"a mesh with Explicit axes {there.axis_names} is set (jax.set_mesh), but an unmodified model can only be "
             "traced on Auto axes; call jfsdp outside of it, or set a mesh with axis_types=(AxisType.Auto, ...)"
         )
-    if model_axes(mesh):
+    if model_axes(mesh) or num_contexts(mesh) > 1:
         here = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     elif there.empty or dict(there.shape) == dict(mesh.shape):
         yield
@@ -276,7 +294,7 @@ def spans_run(mesh: Mesh | AbstractMesh) -> bool:
 
 
 def node_size(mesh: Mesh | AbstractMesh) -> int:
-    """Return the number of neighbouring parts of the batch on one host: its devices, over axis `tensor`'s size.
+    """Return the number of neighbouring parts of the state on one host: its devices, over axis `tensor`'s size.
 
     Cost: as for `make_mesh`.
 
@@ -286,12 +304,13 @@ def node_size(mesh: Mesh | AbstractMesh) -> int:
     """
     if isinstance(mesh, AbstractMesh):
         raise ValueError("the mesh has sizes but no devices, so its hosts are unknown")
-    places = [mesh.axis_names.index(axis) for axis in data_axes(mesh)]
-    lines = np.moveaxis(_host_grid(mesh), places, range(-len(places), 0)).reshape(-1, num_data_shards(mesh.shape))
+    axes = axes_of(mesh, DATA_AXES)
+    places, num_parts = [mesh.axis_names.index(axis) for axis in axes], math.prod(mesh.shape[axis] for axis in axes)
+    lines = np.moveaxis(_host_grid(mesh), places, range(-len(places), 0)).reshape(-1, num_parts)
     runs = [[(host, len(list(run))) for host, run in itertools.groupby(line)] for line in lines.tolist()]
     sizes = {size for line in runs for _, size in line}
     if len(sizes) > 1 or any(len(dict(line)) < len(line) for line in runs):
-        raise ValueError(f"the mesh's hosts have no equal blocks of the batch, but in order (host, parts) {runs[0]}")
+        raise ValueError(f"the mesh's hosts have no equal blocks of the state, but in order (host, parts) {runs[0]}")
     return sizes.pop()
 
 
@@ -305,7 +324,7 @@ def regroup(sizes: Mapping[str, int], sharding_factor: int) -> dict[str, int]:
     if sharding_factor < 1 or num_shards % sharding_factor:
         divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
         raise ValueError(
-            f"sharding_factor={sharding_factor} does not divide the {num_shards} devices of axes {DATA_AXES}; use one "
+            f"sharding_factor={sharding_factor} does not divide the {num_shards} devices of axes {ROW_AXES}; use one "
             f"of {divisors}"
         )
     return {**sizes, "replica": num_shards // sharding_factor, "fsdp": sharding_factor}

@@ -8,19 +8,20 @@ strategy has a default, determines stage `kept`, between a unit's forward and ba
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 
 from jfsdp.arguments import did_you_mean
-from jfsdp.layout.mesh import DATA_AXES, GROUP_AXES, num_data_shards
+from jfsdp.layout.mesh import DATA_AXES, GROUP_AXES, ROW_AXES
 
 
 class Split(Enum):
     """Over which data axes a stage is split.
 
-    WHOLE: none. GROUP: axis `fsdp`. ALL: all data axes. PARTIAL, for `grad`: whole and not yet reduced, so that
+    WHOLE: none. GROUP: axes `fsdp` and `context`. ALL: all data axes. PARTIAL, for `grad`: whole and not yet reduced, so that
     the microbatches of a step share one reduction.
     """
 
@@ -197,7 +198,7 @@ def get_strategy(
 
 
 def _check_mesh(name: str | int, other: OtherName, sizes: Mapping[str, int]) -> None:
-    replica, num = sizes.get("replica", 1), num_data_shards(sizes)
+    replica, num = sizes.get("replica", 1), math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
     if other.replicated in (None, replica > 1):
         return
     shown = f"replica={replica},fsdp={num // replica}"
@@ -224,7 +225,8 @@ def _with_opt_over(strategy: Strategy, given: str | int, opt_over: Sequence[str]
             f"opt_over={','.join(opt_over)!r} splits optimizer states, and so does strategy {given!r}; leave "
             f"it out, or use {', '.join(one.name for one in _TABLE[1:])}"
         )
-    axes = tuple(opt_over)
+    # Axis `context` belongs to the group of `fsdp`.
+    axes = {("fsdp",): Split.GROUP, ROW_AXES: Split.ALL}.get(tuple(opt_over), tuple(opt_over))
     grad = strategy.grad if strategy.grad is Split.PARTIAL else axes
-    name = f"{strategy.name}, opt_over={'/'.join(axes)}"
+    name = f"{strategy.name}, opt_over={'/'.join(opt_over)}"
     return dataclasses.replace(strategy, name=name, grad=grad, opt=axes)

@@ -17,7 +17,7 @@ from jfsdp.engine.options import is_gpu
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.loss_scale import LossScale
-from jfsdp.layout.mesh import DATA_AXES
+from jfsdp.layout.mesh import CONTEXT, ROW_AXES
 from jfsdp.layout.policy import UnitPolicy, offloads
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.report import differing_frozen, summary
@@ -156,7 +156,7 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
         size = shape[0] * num_processes
         if size == 0 or size % (shards * accumulate):
             raise ValueError(
-                f"{name}: dim 0 (size {size}) cannot be split over axes {DATA_AXES} (size {shards}) in "
+                f"{name}: dim 0 (size {size}) cannot be split over axes {ROW_AXES} (size {shards}) in "
                 f"{accumulate} microbatches; make the global batch a multiple of {shards * accumulate}"
             )
         first = first or (name, size)
@@ -164,6 +164,31 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
             raise ValueError(f"{name} has {size} rows and {first[0]} has {first[1]}; pass equally many in every leaf")
     if first is None:
         raise ValueError("the batch has only numbers; pass at least one array of rows [B, ...]")
+
+
+def check_tokens(batch: Any, contexts: int) -> None:
+    """Check that the tokens of rows can be split over axis `context`.
+
+    Raises:
+      ValueError: naming the leaf and its size.
+    """
+    first = None
+    for path, x in jax.tree_util.tree_leaves_with_path(batch) if contexts > 1 else ():
+        if np.ndim(x) < 2:
+            continue
+        name, size = f"batch{jax.tree_util.keystr(path)}", np.shape(x)[1]
+        if not size or size % contexts:
+            raise ValueError(
+                f"{name}: dim 1 (size {size}), the tokens of a row, cannot be split over mesh axis {CONTEXT!r} (size "
+                f"{contexts}); pad rows to a multiple of {contexts}, with weight 0"
+            )
+        first = first or (name, size)
+        if size != first[1]:
+            raise ValueError(
+                f"{name} has {size} elements in dim 1 and {first[0]} has {first[1]}, but mesh axis {CONTEXT!r} (size "
+                f"{contexts}) splits dim 1 of every leaf as the tokens of a row; pass the same number in every leaf, "
+                f"or give the devices of the axis to 'fsdp'"
+            )
 
 
 def check_same_batch(batch: Any, built_for: Any) -> None:

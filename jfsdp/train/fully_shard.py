@@ -56,10 +56,11 @@ def fully_shard(
         `jfsdp.lora`, `jfsdp.quantize` or both. Sharding metadata on its parameters has no effect without
         `axis_rules`.
       mesh: from `make_mesh`, default all devices on axis `fsdp`; or from `make_abstract_mesh`, for layouts only.
-      strategy: what is sharded over axis `fsdp`; axis `replica` replicates. A name of `STRATEGIES` or of another
+      strategy: what is sharded over axes `fsdp` and `context`; axis `replica` replicates. A name of `STRATEGIES` or of another
         library, a DeepSpeed stage, or a custom `Strategy`.
       opt_over: the data axes that split the optimizer states, and the gradients if the strategy splits them; None:
-        `fsdp`. `("replica", "fsdp")` splits them over all devices, while parameters are split over `fsdp` only.
+        `fsdp`. `("replica", "fsdp")` splits them over all devices, while parameters are split over `fsdp` only. Axis
+        `context` counts as a part of `fsdp`.
       units: the modules whose parameters are gathered together: classes, path globs, predicates, `by_size(n)`,
         `Unit`s; all other leaves are the root unit, which is gathered once per step.
       mp_policy: precision, and the scale of the loss; by default everything is in the dtype of the parameters.
@@ -144,7 +145,7 @@ def fully_shard(
 def _node_size(mesh: Mesh | AbstractMesh, strategy: Strategy) -> int:
     """Return the number of neighbouring devices of a host that share a parameter between forward and backward."""
     size = math.gcd(meshes.node_size(mesh), math.prod(mesh.shape.get(axis, 1) for axis in strategy.axes("param")))
-    if size == 1 < meshes.num_data_shards(mesh.shape):
+    if size == 1 < math.prod(mesh.shape.get(axis, 1) for axis in meshes.DATA_AXES):
         warn(
             f"reshard_after_forward={NODE!r}: hosts have one device each, so units stay whole from forward to "
             "backward, as with False; pass reshard_after_forward=n to split them over n neighbouring devices",
@@ -161,6 +162,12 @@ def _check_mesh(mesh: Any) -> None:
                 f"mesh axis {axis!r} (size {size}): no array is split over it, so its devices would only repeat "
                 f"each other's work; give them to {' or '.join(map(repr, meshes.DATA_AXES))}"
             )
+    if mesh.shape.get(meshes.PIPE, 1) > 1 and mesh.shape.get(meshes.CONTEXT, 1) > 1:
+        raise ValueError(
+            f"mesh axes {meshes.CONTEXT!r} (size {mesh.shape[meshes.CONTEXT]}) and {meshes.PIPE!r} (size "
+            f"{mesh.shape[meshes.PIPE]}): rows that are split over devices are not available in pipelines; give the "
+            f"devices of one axis to 'fsdp' or 'tensor'"
+        )
     meshes.row_shares(mesh)
     for axis in meshes.model_axes(mesh):
         if axis != meshes.PIPE and meshes.crosses_hosts(mesh, axis):

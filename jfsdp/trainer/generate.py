@@ -17,10 +17,9 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.arguments import Amount, Count, Seed, Share, checked
-from jfsdp.layout.mesh import data_axes, num_data_shards
+from jfsdp.layout.mesh import ROW_AXES, axes_of, num_data_shards
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
-from jfsdp.train.step.step import batch_sharding
 from jfsdp.trainer.job import Job
 
 
@@ -74,7 +73,7 @@ class Sampling:
 class Generator:
     """Generates tokens after prompts: `generator(state, prompts, 64)`. Compiles two programs per shape of a batch.
 
-    Layout:  rows over the data axes, heads of the cache over `tensor`, as for batches and weights in training.
+    Layout:  rows over `replica` and `fsdp`, heads of the cache over `tensor`. Devices of axis `context` repeat the work.
     Memory:  the cache, `2 * layers * rows * length * heads * size` elements over all devices; the sharded weights; one
              gathered unit.
     Cost:    every unit is gathered once for the prompts and once per token. If the weights fit, a mesh with only axis
@@ -168,7 +167,7 @@ class Generator:
         heads = "tensor" if "tensor" in mesh.axis_names else None
 
         def place(shape: Any) -> Any:
-            spec = PartitionSpec(data_axes(mesh), *(None,) * (len(shape.shape) - 4), heads)
+            spec = PartitionSpec(axes_of(mesh, ROW_AXES), *(None,) * (len(shape.shape) - 4), heads)
             return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=NamedSharding(mesh, spec))
 
         return jax.tree.map(place, shapes)
@@ -184,7 +183,7 @@ class Generator:
         """Lower the program of one more token (`tokens` = 1) or of prompts of `tokens` tokens."""
         put = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
         inputs = (put(rows, tokens), put(rows, tokens), put(rows), put(rows), put(rows))
-        placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=batch_sharding(self.model.mesh, x)) for x in inputs]
+        placed = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows) for x in inputs]
         return self._step.lower(state, self.cache_shapes(rows, length), *placed)
 
     def _extend(
@@ -200,9 +199,12 @@ class Generator:
         return jax.lax.with_sharding_constraint(cache, shardings), jax.lax.with_sharding_constraint(chosen, replicated)
 
     def _put(self, *arrays: np.ndarray) -> list[jax.Array]:
-        shardings = [batch_sharding(self.model.mesh, array) for array in arrays]
-        make = jax.make_array_from_callback
-        return [make(x.shape, sharding, x.__getitem__) for x, sharding in zip(arrays, shardings, strict=True)]
+        return [jax.make_array_from_callback(x.shape, self._rows, x.__getitem__) for x in arrays]
+
+    @property
+    def _rows(self) -> NamedSharding:
+        """The sharding of prompts: rows over their axes, with all tokens on each device of axis `context`."""
+        return NamedSharding(self.model.mesh, PartitionSpec(axes_of(self.model.mesh, ROW_AXES)))  # type: ignore[arg-type]
 
     def _padded(self, prompts: Sequence[np.ndarray], longest: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
         """Return ids [B T] and lengths [B]. Rows of one token are added until the data shards divide B."""

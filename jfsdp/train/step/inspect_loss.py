@@ -14,7 +14,7 @@ from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, UNIT_CALL
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.layout import Layout
-from jfsdp.layout.mesh import MODEL_AXES, is_data_axis, model_axes
+from jfsdp.layout.mesh import CONTEXT, MODEL_AXES, ROW_AXES, is_axis, model_axes
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.units import ROOT
 from jfsdp.train.step.loss import Loss, as_loss
@@ -203,7 +203,9 @@ def check_weight(layout: Layout, traced: Traced) -> None:
 
 def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> str | None:
     """Describe a stated sharding over other axes than the model's, which a `shard_map` over the data axes rules out."""
-    data = [axis for axes in stated for axis in sorted(axes) if is_data_axis(axis)]
+    # This trace has whole rows. In a `shard_map` the model must not state axis `context`, as JAX reports itself.
+    stated = [frozenset(axis for axis in axes if not is_axis(axis, (CONTEXT,))) for axes in stated]
+    data = [axis for axes in stated for axis in sorted(axes) if is_axis(axis, ROW_AXES)]
     if data:
         return (
             f"the model states a sharding over mesh axis {data[0]!r}, which splits the batch (use only "
@@ -268,7 +270,7 @@ def _gathers_dim_0(eqn: Any) -> bool:
         return False
     entries = [*spec, *[None] * (eqn.invars[0].aval.ndim - len(spec))]
     names = {axis for entry in entries for axis in (entry if isinstance(entry, tuple) else (entry,))}
-    if any(isinstance(axis, str) and is_data_axis(axis) for axis in names):
+    if any(isinstance(axis, str) and is_axis(axis, ROW_AXES) for axis in names):
         return False
     return bool(entries) and entries[0] in (None, ()) and 0 not in free
 

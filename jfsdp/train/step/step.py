@@ -23,7 +23,7 @@ from jfsdp.engine.pipeline.schedule import schedule_of
 from jfsdp.engine.spec import StepSpec
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.loss_scale import LossScale
-from jfsdp.layout.mesh import DATA_AXES, data_axes, model_mesh, num_data_shards, row_shares, spans_run
+from jfsdp.layout.mesh import ROW_AXES, batch_spec, model_mesh, num_contexts, num_data_shards, row_shares, spans_run
 from jfsdp.train import checks
 from jfsdp.train.process_checks import compare_batches, is_global
 from jfsdp.train.state import TrainState, abstract_state, state_shardings
@@ -165,7 +165,7 @@ class BatchStep:
     def own_rows(self, num_rows: int) -> range:
         """Return the rows of a global batch that this process passes to the step, which are on its devices.
 
-        Processes that differ only along axes `tensor` and `pipe` have the same rows.
+        Processes that differ only along axes `context`, `tensor` and `pipe` have the same rows.
 
         Raises:
           ValueError: if the data shards do not divide `num_rows`, or if the rows are not adjacent, because the mesh
@@ -174,10 +174,10 @@ class BatchStep:
         shards = num_data_shards(dict(self.layout.mesh_sizes))
         if num_rows < 1 or num_rows % shards:
             raise ValueError(
-                f"own_rows: num_rows={num_rows} cannot be split over axes {DATA_AXES} (size {shards}); pass a multiple "
+                f"own_rows: num_rows={num_rows} cannot be split over axes {ROW_AXES} (size {shards}); pass a multiple "
                 f"of {shards}"
             )
-        places = batch_sharding(self.mesh).addressable_devices_indices_map((num_rows,)).values()
+        places = NamedSharding(self.mesh, batch_spec(self.mesh, 1)).addressable_devices_indices_map((num_rows,)).values()
         rows = sorted({row for (place,) in places for row in range(num_rows)[place]})  # type: ignore[misc]
         local_rows = range(rows[0], rows[-1] + 1)
         if len(local_rows) != len(rows) or local_rows.start % len(local_rows):
@@ -188,13 +188,14 @@ class BatchStep:
         return local_rows
 
     def shard_batch(self, batch: Any) -> Any:
-        """Shard a batch as the step needs it: dim 0 over the data axes.
+        """Shard a batch as the step needs it: dim 0, the rows, over `replica` and `fsdp`, dim 1 over `context`.
 
-        A leaf without dims, or a number, is one value for all rows, the same in all processes. With several processes,
+        If axis `context` is larger than 1, dim 1 of every leaf with two dims or more is the tokens of a row. A leaf [B]
+        has one value per row, which every device of the axis gets. A leaf without dims, or a number, is one value for all rows, the same in all processes. With several processes,
         every process must call this. All other leaves must be of one kind, the same in all processes:
 
         - [B/num_processes ...], NumPy or on this process's devices: the rows of this process only. Processes that share
-          rows, because `tensor` or `pipe` spans them, count as one (see `own_rows`).
+          rows, because `context`, `tensor` or `pipe` spans them, count as one (see `own_rows`). Rows have all tokens.
         - [B ...], a jax.Array over the devices of several processes: the global batch.
 
         Batches for `model.forward` may differ from the step's in leaves and in the number of rows.
@@ -223,13 +224,14 @@ class BatchStep:
             # With several processes device_put compares numbers between them; numbers keep their weak type.
             if is_whole or not np.ndim(x):
                 return jax.device_put(x, sharding)
-            return jax.make_array_from_process_local_data(sharding, x)
+            return place_rows(sharding, x, num)
 
         return jax.tree.map(put, batch)
 
     def _check_batch(self, batch: Any, accumulate: int, num_processes: int = 1) -> None:
         shards = num_data_shards(dict(self.layout.mesh_sizes))
         checks.check_batch(batch, shards=shards, accumulate=accumulate, num_processes=num_processes)
+        checks.check_tokens(batch, num_contexts(self.mesh))
 
     def mean_gradients(self, state: TrainState, batch: Any) -> MeanGradients:
         """Compute the gradients of the mean loss, inside a `jit`: the sums divided by their weight."""
@@ -380,7 +382,12 @@ def learning_rate(opt_state: Any) -> dict[str, jax.Array]:
     return {name: found[0][name] for name in ("learning_rate",) if len(found) == 1 and name in found[0]}
 
 
-def batch_sharding(mesh: Any, value: Any = None) -> NamedSharding:
-    """Return the sharding of a leaf of a batch: dim 0 over all data axes; replicated if it has no dims."""
-    has_rows = value is None or np.ndim(value)
-    return NamedSharding(mesh, PartitionSpec(data_axes(mesh)) if has_rows else PartitionSpec())
+def batch_sharding(mesh: Any, value: Any) -> NamedSharding:
+    """Return the sharding of a leaf of a batch: rows, then tokens; replicated if it has no dims."""
+    return NamedSharding(mesh, batch_spec(mesh, np.ndim(value)))
+
+
+def place_rows(sharding: NamedSharding, rows: Any, num_shares: int) -> jax.Array:
+    """Make a global array of each process's rows, which have all tokens."""
+    shape = (len(rows) * num_shares, *rows.shape[1:]) if rows.shape else ()
+    return jax.make_array_from_process_local_data(sharding, rows, shape)

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jfsdp.layout.mesh import row_shares
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.loss import Loss, as_loss, merge, metrics_of, numbers
-from jfsdp.train.step.step import LossFn, batch_sharding
+from jfsdp.train.step.step import LossFn, batch_sharding, place_rows
 
 
 class Evaluation(NamedTuple):
@@ -32,8 +33,8 @@ class Evaluation(NamedTuple):
 
 def shard_batch(mesh: Any, batch: Any) -> Any:
     """Return a batch as global arrays, from this process's rows."""
-    put = lambda x: jax.make_array_from_process_local_data(batch_sharding(mesh, x), np.asarray(x))  # noqa: E731
-    return jax.tree.map(put, batch)
+    num = len(set(row_shares(mesh).values()))
+    return jax.tree.map(lambda x: place_rows(batch_sharding(mesh, x), np.asarray(x), num), batch)
 
 
 def make_evaluator(
