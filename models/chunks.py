@@ -26,7 +26,8 @@ def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: jax.Arra
       function: called with arrays [B chunk ..], or [1 chunk ..]. Tokens must be independent, as in an MLP and its norm.
         It may read weights, but change no state: no dropout, no batch statistics. A Linen module creates its parameters
         in `init`; call this with `None if self.is_initializing() else chunk` there.
-      chunk: a divisor of T, and a multiple of the mesh axes that split tokens (`tensor`; with `xla` also `context`); None, T or more: `function` is called once.
+      chunk: a divisor of T, and a multiple of mesh axis `tensor` (in program `xla` also of `context`); None, T or more:
+        `function` is called once.
 
     Raises:
       ValueError: for a chunk that does not divide the tokens of a row, with the nearest chunk that does; one that is
@@ -45,7 +46,7 @@ def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: jax.Arra
         nearest = f"{min(usable, key=lambda size: abs(size - chunk))}, or None" if usable else "None"
         raise ValueError(
             f"chunk={chunk} tokens (of the Llamas: token_chunk) must divide rows of {seq_len} tokens"
-            + f", and be a multiple of the {parts} parts into which mesh axes 'context' and 'tensor' split them" * (parts > 1)
+            + f", and be a multiple of the {parts} parts over mesh axes 'context' and 'tensor'" * (parts > 1)
             + f"; use {nearest} for whole rows"
         )
 

@@ -45,7 +45,7 @@ def tensor_size() -> int:
 
 
 def context_axes() -> tuple[str, ...]:
-    """Return the parts of axis `context` over which the compiler splits the tokens of rows; none inside a `shard_map`."""
+    """Return the axes (`context`) over which the compiler splits the tokens of rows; none inside a `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
     return tuple(name for name, kind in kinds if name.startswith("context") and kind == AxisType.Auto)

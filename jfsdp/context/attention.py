@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from jfsdp.context.rows import SCOPE, own_axes, whole_rows
+from jfsdp.context.rows import SCOPE, whole_rows
 from jfsdp.layout.mesh import CONTEXT, ROW_AXES, axes_of
 
 _TENSOR = "tensor"

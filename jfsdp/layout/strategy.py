@@ -21,8 +21,8 @@ from jfsdp.layout.mesh import DATA_AXES, GROUP_AXES, ROW_AXES
 class Split(Enum):
     """Over which data axes a stage is split.
 
-    WHOLE: none. GROUP: axes `fsdp` and `context`. ALL: all data axes. PARTIAL, for `grad`: whole and not yet reduced, so that
-    the microbatches of a step share one reduction.
+    WHOLE: none. GROUP: axes `fsdp` and `context`. ALL: all data axes. PARTIAL, for `grad`: whole and not yet reduced,
+    so that the microbatches of a step share one reduction.
     """
 
     WHOLE = "whole"

@@ -56,8 +56,8 @@ def fully_shard(
         `jfsdp.lora`, `jfsdp.quantize` or both. Sharding metadata on its parameters has no effect without
         `axis_rules`.
       mesh: from `make_mesh`, default all devices on axis `fsdp`; or from `make_abstract_mesh`, for layouts only.
-      strategy: what is sharded over axes `fsdp` and `context`; axis `replica` replicates. A name of `STRATEGIES` or of another
-        library, a DeepSpeed stage, or a custom `Strategy`.
+      strategy: what is sharded over axes `fsdp` and `context`; axis `replica` replicates. A name of `STRATEGIES` or of
+        another library, a DeepSpeed stage, or a custom `Strategy`.
       opt_over: the data axes that split the optimizer states, and the gradients if the strategy splits them; None:
         `fsdp`. `("replica", "fsdp")` splits them over all devices, while parameters are split over `fsdp` only. Axis
         `context` counts as a part of `fsdp`.

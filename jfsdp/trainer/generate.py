@@ -73,7 +73,7 @@ class Sampling:
 class Generator:
     """Generates tokens after prompts: `generator(state, prompts, 64)`. Compiles two programs per shape of a batch.
 
-    Layout:  rows over `replica` and `fsdp`, heads of the cache over `tensor`. Devices of axis `context` repeat the work.
+    Layout:  rows over `replica` and `fsdp`, heads of the cache over `tensor`. Axis `context` splits nothing.
     Memory:  the cache, `2 * layers * rows * length * heads * size` elements over all devices; the sharded weights; one
              gathered unit.
     Cost:    every unit is gathered once for the prompts and once per token. If the weights fit, a mesh with only axis

@@ -177,7 +177,8 @@ class BatchStep:
                 f"own_rows: num_rows={num_rows} cannot be split over axes {ROW_AXES} (size {shards}); pass a multiple "
                 f"of {shards}"
             )
-        places = NamedSharding(self.mesh, batch_spec(self.mesh, 1)).addressable_devices_indices_map((num_rows,)).values()
+        sharding = NamedSharding(self.mesh, batch_spec(self.mesh, 1))
+        places = sharding.addressable_devices_indices_map((num_rows,)).values()
         rows = sorted({row for (place,) in places for row in range(num_rows)[place]})  # type: ignore[misc]
         local_rows = range(rows[0], rows[-1] + 1)
         if len(local_rows) != len(rows) or local_rows.start % len(local_rows):
@@ -191,8 +192,9 @@ class BatchStep:
         """Shard a batch as the step needs it: dim 0, the rows, over `replica` and `fsdp`, dim 1 over `context`.
 
         If axis `context` is larger than 1, dim 1 of every leaf with two dims or more is the tokens of a row. A leaf [B]
-        has one value per row, which every device of the axis gets. A leaf without dims, or a number, is one value for all rows, the same in all processes. With several processes,
-        every process must call this. All other leaves must be of one kind, the same in all processes:
+        has one value per row, which every device of the axis gets. A leaf without dims, or a number, is one value for
+        all rows, the same in all processes. With several processes, every process must call this. All other leaves must
+        be of one kind, the same in all processes:
 
         - [B/num_processes ...], NumPy or on this process's devices: the rows of this process only. Processes that share
           rows, because `context`, `tensor` or `pipe` spans them, count as one (see `own_rows`). Rows have all tokens.
