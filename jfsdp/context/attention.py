@@ -15,18 +15,20 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
+from jfsdp.arguments import Count, checked
 from jfsdp.context.rows import SCOPE, whole_rows
 from jfsdp.layout.mesh import CONTEXT, ROW_AXES, axes_of
 
 _TENSOR = "tensor"
 
 
+@checked
 def over_context(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Make an attention function see whole rows, where axis `context` splits them; see [Note: heads for tokens].
 
@@ -118,15 +120,16 @@ def _check(query: Any, key: Any, value: Any, options: dict[str, Any], size: int,
         )
 
 
+@checked
 def attention(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
+    query: Any,
+    key: Any,
+    value: Any,
     *,
     causal: bool = True,
-    window: int | None = None,
-    segment_ids: jax.Array | None = None,
-    implementation: str | None = None,
+    window: Count | None = None,
+    segment_ids: Any = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     """Compute attention inside documents, also if axis `context` splits the rows.
 
@@ -141,10 +144,10 @@ def attention(
       implementation: "xla", "cudnn", or None for the default of `jax.nn.dot_product_attention`.
 
     Raises:
-      ValueError: as `over_context`; for a window without `causal`, or below 1.
+      ValueError: as `over_context`; for a window without `causal`.
     """
-    if window is not None and (window < 1 or not causal):
-        raise ValueError(f"attention: window={window} must be at least 1, with causal=True")
+    if window is not None and not causal:
+        raise ValueError(f"attention: window={window} counts earlier keys, but causal=False; leave out one of the two")
     rows = () if segment_ids is None else (whole_rows(segment_ids),)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, *rows: jax.Array) -> jax.Array:
@@ -155,7 +158,7 @@ def attention(
             mask=(rows[0][:, None, :, None] == rows[0][:, None, None, :]) if rows else None,
             is_causal=causal,
             local_window_size=None if window is None or window >= query.shape[1] else (window - 1, 0),
-            implementation=implementation,  # type: ignore[arg-type]
+            implementation=implementation,
         )
 
     return over_context(attend)(query, key, value, *rows)

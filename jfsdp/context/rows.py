@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType
 
+from jfsdp.arguments import checked
 from jfsdp.layout.mesh import CONTEXT, axes_of
 
 SCOPE = "jfsdp.context"  # in the names of the operations that communicate
@@ -28,7 +29,8 @@ def own_axes() -> tuple[str, ...]:
     return tuple(name for name in axes_of(mesh, (CONTEXT,)) if name in manual and mesh.shape[name] > 1)
 
 
-def whole_rows(x: jax.Array) -> jax.Array:
+@checked
+def whole_rows(x: Any) -> jax.Array:
     """Return the tokens of all devices of axis `context`, for values that attention needs of whole rows.
 
     Layout:  [B T/context ...] -> [B T ...]; unchanged where rows are not split.
@@ -53,7 +55,8 @@ def own_tokens(x: jax.Array) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis=1)
 
 
-def positions(tokens: Any, segment_ids: jax.Array | None = None) -> jax.Array:
+@checked
+def positions(tokens: Any, segment_ids: Any = None) -> jax.Array:
     """Return the positions of tokens in their rows or documents, also if axis `context` splits the rows.
 
     Layout:  tokens [B T/context ...] -> [1 T/context] int32; with segment ids [B T/context] -> [B T/context] int32

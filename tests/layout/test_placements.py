@@ -9,6 +9,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.mesh import DATA_AXES
 from jfsdp.layout.placements import Ignore, Shard, placements
 from jfsdp.layout.select import select_leaves
 from jfsdp.layout.strategy import STRATEGIES, Split, Strategy
@@ -75,7 +76,7 @@ BAD_STRATEGIES: list[tuple[tuple[Any, ...], tuple[Any, ...]]] = [
     ((("data",), F, F), ("param=('data',)",)),
     ((F, F, ("fsdp", "tensor")), ("opt=('fsdp', 'tensor')",)),
     ((F, ("fsdp", "fsdp"), F), ("grad=('fsdp', 'fsdp')",)),
-    ((("fsdp", "replica"), A, A), ("('replica', 'fsdp')",)),
+    ((("fsdp", "replica"), A, A), (repr(DATA_AXES),)),
     (("fsdp", F, F), ("param='fsdp'", TypeError)),
     ((Split.PARTIAL, W, W), ("param cannot be partial",)),
     ((W, W, Split.PARTIAL), ("opt cannot be partial",)),
@@ -216,7 +217,7 @@ BAD_PLACEMENTS: list[tuple[dict[Any, Any], tuple[Any, ...]]] = [
     ({"head": P("replica", "fsdp")}, ("head", "dims 0, 1")),
     ({"block.bias": P(None, "fsdp")}, ("block.bias", "(2048,)")),
     ({"head": P(("fsdp", "fsdp"))}, ("head", "param=('fsdp', 'fsdp')")),
-    ({"head": P(("fsdp", "replica"))}, ("head", "('replica', 'fsdp')")),
+    ({"head": P(("fsdp", "replica"))}, ("head", repr(DATA_AXES))),
     ({"head": P("data")}, ("head", "'data'")),
     ({"head": P(P.UNCONSTRAINED)}, ("head", "axis of a mesh")),
     ({"head": "zero4"}, ("head", "'zero4'", "'zero3'", "ddp")),

@@ -21,7 +21,7 @@ from tests.layout.tables import make_table
 SIZES = st.sampled_from([0, 1, 2, 3, 7, 8, 16, 31, 48, 64, 97, 1031, 50257])
 SHAPES = st.lists(SIZES, max_size=3).map(tuple)
 DTYPES = st.sampled_from(["float32", "bfloat16", "float16", "complex64", "int32", "bool"])
-AXES = st.sampled_from([(), ("fsdp",), ("replica",), DATA_AXES])
+AXES = st.sampled_from([(), ("fsdp",), ("replica",), ("replica", "fsdp"), ("fsdp", "context"), DATA_AXES])
 
 
 @st.composite
@@ -45,6 +45,7 @@ def arguments(draw: Any) -> dict[str, Any]:
     units = {name: UnitInfo(name, "Net", int(name == "layers"), tuple(own(paths, name))) for name in names}
     strategy = draw(strategies())
     sizes = {"replica": draw(st.sampled_from([1, 2, 3, 4])), "fsdp": draw(st.sampled_from([1, 2, 3, 4, 6, 8]))}
+    sizes["context"] = draw(st.sampled_from([1, 2, 3]))
     num = math.prod(sizes[axis] for axis in strategy.axes("param"))
     last = next((sizes[axis] for axis in reversed(strategy.axes("param")) if sizes[axis] > 1), 1)
     numbers = [n for n in range(1, last + 1) if last % n == 0]

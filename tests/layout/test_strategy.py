@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from jfsdp.layout.mesh import DATA_AXES, GROUP_AXES
 from jfsdp.layout.strategy import NODE, OTHER_NAMES, STRATEGIES, Split, Strategy, get_strategy, show
 from tests.refusals import refuses
 
 ROOT = Path(__file__).parents[2]
 FLAT, GROUPS, BOTH = {"fsdp": 8}, {"replica": 2, "fsdp": 4}, ("replica", "fsdp")
-AXES = {"whole": (), "partial": (), "group": ("fsdp",), "all": BOTH}
+AXES = {"whole": (), "partial": (), "group": GROUP_AXES, "all": DATA_AXES}
 
 
 def documented() -> dict[str, list[str]]:
@@ -70,9 +71,9 @@ def test_opt_over_splits_states_and_the_gradients_that_are_split():
         stages[name] = (found.param, found.grad, found.opt)
     whole, group = Split.WHOLE, Split.GROUP
     assert stages == {
-        "zero1": (whole, Split.PARTIAL, BOTH),
-        "zero2": (whole, BOTH, BOTH),
-        "full_shard": (group, BOTH, BOTH),
+        "zero1": (whole, Split.PARTIAL, Split.ALL),
+        "zero2": (whole, Split.ALL, Split.ALL),
+        "full_shard": (group, Split.ALL, Split.ALL),
     }
     assert get_strategy("hfsdp", GROUPS) == get_strategy("full_shard", GROUPS, BOTH)
     assert get_strategy("_HYBRID_SHARD_ZERO2", GROUPS, BOTH).reshard_after_forward is False
@@ -84,7 +85,7 @@ def test_opt_over_is_refused_where_the_strategy_says_it_or_it_is_too_coarse():
         refuses(lambda given=strategy: get_strategy(given, GROUPS, BOTH), "opt_over='replica,fsdp'", "leave it out")
     refuses(lambda: get_strategy("hfsdp", GROUPS, BOTH), "'hfsdp' means opt_over", "leave out")
     refuses(lambda: get_strategy("full_shard", GROUPS, ("replica",)), "opt (replica) is less split than param (group)")
-    refuses(lambda: get_strategy("zero2", GROUPS, ("data",)), "grad=('data',)", BOTH)
+    refuses(lambda: get_strategy("zero2", GROUPS, ("data",)), "grad=('data',)", DATA_AXES)
 
 
 def test_an_unknown_name_lists_all_valid_ones_and_the_closest():
