@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 from jax import core
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Literal  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend.random import define_prng_impl
 from jax.interpreters.partial_eval import dce_jaxpr
@@ -37,6 +38,11 @@ def warn(message: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, category, stacklevel=level)
+
+
+def source_line(eqn: Any) -> str:
+    """Return the user's file, line and function that made an equation."""
+    return source_info_util.summarize(eqn.source_info)
 
 
 def manual_axes(eqn: Any) -> frozenset[str]:

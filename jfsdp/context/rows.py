@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from jfsdp.arguments import checked
 from jfsdp.layout.mesh import CONTEXT, axes_of
 
-SCOPE = "jfsdp.context"  # in the names of the operations that communicate
+SCOPE = "jfsdp.context"  # in the names of operations over split rows
 
 
 def own_axes() -> tuple[str, ...]:
@@ -66,11 +66,12 @@ def positions(tokens: Any, segment_ids: Any = None) -> jax.Array:
       tokens: an array of this shape, or its shape.
       segment_ids: the document of each token; positions are counted from the start of each run of equal ids.
     """
-    if segment_ids is None:
-        axes, size = own_axes(), tokens.shape[1]
-        first = jax.lax.axis_index(axes) * size if axes else 0
-        return (first + jnp.arange(size, dtype=jnp.int32))[None]
-    ids = whole_rows(segment_ids)
-    index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-    starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    return own_tokens(index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1))
+    with jax.named_scope(SCOPE):
+        if segment_ids is None:
+            axes, size = own_axes(), tokens.shape[1]
+            first = jax.lax.axis_index(axes) * size if axes else 0
+            return (first + jnp.arange(size, dtype=jnp.int32))[None]
+        ids = whole_rows(segment_ids)
+        index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
+        starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        return own_tokens(index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1))

@@ -18,6 +18,7 @@ from jfsdp.layout.mesh import CONTEXT, MODEL_AXES, ROW_AXES, is_axis, model_axes
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.units import ROOT
 from jfsdp.train.step.loss import Loss, as_loss
+from jfsdp.train.step.token_rules import context_bytes
 
 LossFn = Callable[[Any, Any], Any]
 _WEIGHT = 2  # its index in the outputs of a step's loss: the scalar, total, weight
@@ -39,6 +40,7 @@ class Survey:
       model_axes: the mesh axes of the model over which the model states shardings.
       repeats: whether a trainable unit is called several times per microbatch, and so sums its gradient as often.
       gathers_rows: whether the model states that dim 0 of a value that depends on the rows is not split.
+      context_bytes: bytes that a device passes to attention's all-to-alls over axis `context` in a forward.
     """
 
     is_sum: bool
@@ -51,6 +53,7 @@ class Survey:
     model_axes: tuple[str, ...]
     repeats: bool
     gathers_rows: bool
+    context_bytes: int
 
 
 def survey(
@@ -117,6 +120,7 @@ def survey(
         stated_model_axes,
         _repeats(layout, trace.traced),
         any(map(_gathers_dim_0, of_rows)),
+        context_bytes(jaxpr),
     )
 
 

@@ -35,7 +35,7 @@ from jfsdp.engine.spec import MANUAL, XLA, StepSpec
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.mesh import DATA_AXES, PIPE, model_axes
+from jfsdp.layout.mesh import CONTEXT, DATA_AXES, PIPE, axes_of, crosses_hosts, model_axes
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.gradients import Gradients, explain_axis_errors
 from jfsdp.train.step.inspect_loss import LossFn, Survey, first_rows, survey
@@ -119,6 +119,14 @@ def _warn_of_axes(layout: Layout, mesh: Any, found: Survey) -> None:
             f"mesh axis {unused[0]!r} (size {mesh.shape[unused[0]]}): the model states no sharding over it, so its "
             "devices repeat each other's work; cut weights over it (placements=, axis_rules=), state one in the model "
             f"(jax.lax.with_sharding_constraint), or give its devices to {' or '.join(map(repr, DATA_AXES))}"
+        )
+
+    crossing = [axis for axis in axes_of(mesh, (CONTEXT,)) if crosses_hosts(mesh, axis)]
+    if crossing and found.context_bytes:
+        warn(
+            f"mesh axis {CONTEXT!r} (size {layout.num_shards([CONTEXT])}) joins devices of different hosts, and "
+            f"attention sends {found.context_bytes:,} bytes per device over it in the forward of a microbatch, and as "
+            "many in the backward; if a row fits on fewer devices, use a size that divides the devices of a host"
         )
 
 

@@ -1,0 +1,72 @@
+"""Why a loss over rows that axis `context` splits may differ from the loss over whole rows, from its trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jfsdp.compat import source_line
+from jfsdp.context.rows import SCOPE
+from jfsdp.engine.dataflow import all_eqns, inner_jaxprs
+
+# Operations that combine elements along a dim, or cut it.
+_MIX = ("conv_general_dilated", "cumsum", "cummax", "cumprod", "cumlogsumexp", "reduce_window", "sort", "fft", "rev")
+_CUT = ("slice", "concatenate", "pad")
+
+
+def calls_attention(jaxpr: Any) -> bool:
+    """Return whether the trace of a device's tokens has attention over axis `context` by jfsdp's functions."""
+    moves = (eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name in ("all_to_all", "all_gather"))
+    return any(SCOPE in str(eqn.source_info.name_stack) for eqn in moves)
+
+
+def broken_rule(jaxpr: Any, num_tokens: int) -> str:
+    """Describe an operation that may break a rule for models over split rows; the rules themselves if none is found.
+
+    Args:
+      jaxpr: the trace of the loss of one device's tokens.
+      num_tokens: of a row, on one device.
+    """
+    if not calls_attention(jaxpr):
+        return (
+            "no attention is jfsdp.attention or in jfsdp.over_context, so no token sees those of other devices; call "
+            "one, or give the devices of the axis to 'fsdp' if tokens are independent"
+        )
+    own = [eqn for eqn in all_eqns(jaxpr) if SCOPE not in str(eqn.source_info.name_stack)]
+    for eqn in own:
+        if eqn.primitive.name == "iota" and eqn.params["shape"][eqn.params["dimension"]] == num_tokens:
+            return f"{_where(eqn)} may number the tokens of one device; take positions from jfsdp.positions"
+    for combines in (_combines, _cuts):
+        for eqn in own:
+            if combines(eqn, num_tokens):
+                return f"{_where(eqn)} may combine the tokens of one device only; compute it on jfsdp.whole_rows(x)"
+    return (
+        "all attention must be jfsdp.attention or in jfsdp.over_context, positions must come from jfsdp.positions, and "
+        "all else must be per token"
+    )
+
+
+def context_bytes(jaxpr: Any) -> int:
+    """Return the bytes that a device passes to all-to-alls over axis `context` in one run of a trace."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "all_to_all" and SCOPE in str(eqn.source_info.name_stack):
+            total += sum(atom.aval.size * atom.aval.dtype.itemsize for atom in eqn.invars)
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        total += times * sum(map(context_bytes, inner_jaxprs(eqn)))
+    return total
+
+
+def _where(eqn: Any) -> str:
+    return " ".join(filter(None, (eqn.primitive.name, source_line(eqn))))
+
+
+def _combines(eqn: Any, num_tokens: int) -> bool:
+    return eqn.primitive.name in _MIX and any(num_tokens in getattr(atom.aval, "shape", ()) for atom in eqn.invars)
+
+
+def _cuts(eqn: Any, num_tokens: int) -> bool:
+    """Return whether an operation changes the number of tokens: a shift, for example."""
+    if eqn.primitive.name not in _CUT:
+        return False
+    pairs = [(a.aval.shape, b.aval.shape) for a in eqn.invars for b in eqn.outvars]
+    return any(num_tokens in (x, y) and x != y for old, new in pairs for x, y in zip(old, new, strict=False))
