@@ -9,12 +9,12 @@ from typing import Any
 
 import jax
 
-from jfsdp.compat import core
+from jfsdp.compat import FUSED_ATTENTION, core
 from jfsdp.engine.dataflow import all_eqns, cuts, reads, value_names
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating
 from jfsdp.engine.low_rank import decoded, with_adapters
 from jfsdp.engine.unit import Arrays, Traced, trace_unit
-from jfsdp.layout.policy import UNIT_INPUT, saved_names
+from jfsdp.layout.policy import FUSED, UNIT_INPUT, saved_names
 from jfsdp.layout.units import ROOT
 from jfsdp.modules.adapted import dropout_key
 from jfsdp.modules.model import FlaxModel, Hooks, UnitRun
@@ -231,11 +231,13 @@ def _check_names(wanted: set[str], jaxpr: Any) -> None:
             f"remat name {UNIT_INPUT}: reserved for inputs of units, and the model gives it to a value; rename that "
             "value (jax.ad_checkpoint.checkpoint_name)"
         )
-    unused = sorted(wanted - seen - {UNIT_INPUT})
+    seen |= {UNIT_INPUT} | {FUSED for eqn in all_eqns(jaxpr) if eqn.primitive.name in FUSED_ATTENTION}
+    unused = sorted(wanted - seen)
     if unused:
+        fused = f" ({FUSED} is fused attention, which this trace does not contain: XLA computes it)" * (FUSED in unused)
         raise ValueError(
-            f"remat names {', '.join(unused)}: no value in the model has that name; names from "
-            f"jax.ad_checkpoint.checkpoint_name: {', '.join(sorted(seen | {UNIT_INPUT}))}"
+            f"remat names {', '.join(unused)}: no value in the model has that name{fused}; names from "
+            f"jax.ad_checkpoint.checkpoint_name: {', '.join(sorted(seen))}"
         )
 
 

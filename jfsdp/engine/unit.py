@@ -12,6 +12,7 @@ size.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jfsdp.compat import FUSED_ATTENTION, core
 from jfsdp.engine.dataflow import depends_on, keep_outputs, passes_through
 from jfsdp.layout.leaf import DEVICE, HOST
-from jfsdp.layout.policy import UNIT_INPUT, Remat, SaveNames
+from jfsdp.layout.policy import FUSED, UNIT_INPUT, Remat, SaveNames
 from jfsdp.layout.precision import is_key
 
 Arrays = dict[str, jax.Array]
@@ -156,12 +157,17 @@ def apply_remat(compute: Callable[..., Any], remat: Remat, is_input: Sequence[bo
         policy = _saves_products
     elif isinstance(remat, SaveNames):
         save, offload = ([_INPUT if name == UNIT_INPUT else name for name in x] for x in (remat.save, remat.offload))
-        policy = policies.save_and_offload_only_these_names(
+        by_name = policies.save_and_offload_only_these_names(
             names_which_can_be_saved=save,
             names_which_can_be_offloaded=offload,
             offload_src=DEVICE,
             offload_dst=HOST,
         )
+
+        def policy(primitive: Any, *values: Any, **params: Any) -> Any:
+            named = (_name_primitive(), {"name": FUSED}) if primitive.name in FUSED_ATTENTION else (primitive, params)
+            return by_name(named[0], *values, **named[1])
+
         if _INPUT in save + offload:
 
             def run(weights: Arrays, diff: Sequence[Any], other: Sequence[Any]) -> list[Any]:
@@ -171,6 +177,12 @@ def apply_remat(compute: Callable[..., Any], remat: Remat, is_input: Sequence[bo
     else:
         policy = remat
     return jax.checkpoint(run, prevent_cse=False, policy=policy)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _name_primitive() -> Any:
+    """Return the primitive of `checkpoint_name`."""
+    return jax.make_jaxpr(lambda x: checkpoint_name(x, FUSED))(0.0).eqns[0].primitive
 
 
 def _saves_products(primitive: Any, *values: Any, **params: Any) -> bool:

@@ -14,6 +14,7 @@ from jfsdp.layout.units import ROOT, matches_glob
 REMATS = ("none", "full", "dots")
 UNIT_INPUT = "input"
 """Name, in a remat policy, of a unit's inputs that have a derivative."""
+FUSED = "attention"  # name, in a remat policy, of the output and statistics of a fused attention
 
 
 @checked
@@ -27,6 +28,9 @@ class SaveNames:
 
     `UNIT_INPUT` ("input") is the name of each unit's inputs, except those that several calls share. Inputs that are
     not named here are saved on the device. A model cannot give this name to a value.
+
+    "attention" is the name of the output and the softmax statistics of fused attention (cuDNN's), which the backward
+    then does not compute again. A model may give other values this name too.
     """
 
     save: tuple[str, ...] = ()

@@ -43,7 +43,7 @@ def compare_batches(batch: Any, shares: Mapping[int, int]) -> None:
         if described[process] != described[first[share]]:
             raise ValueError(
                 f"processes {first[share]} and {process} gave different rows, but their devices need the same part of "
-                "the batch, because they differ only along axes 'context', 'tensor' and 'pipe'; read the same rows, with "
+                "the batch, because they differ only along axes 'context', 'tensor', 'pipe'; read the same rows, with "
                 "all tokens, in both: step.own_rows(num_rows)"
             )
     same = max(([i for i in sorted(first.values()) if described[i] == leaves] for leaves in described), key=len)

@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from jfsdp.arguments import did_you_mean
+from jfsdp.layout.mesh import CONTEXT, num_contexts
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.step import TrainStep
 from jfsdp.trainer.job import Job
@@ -30,6 +31,11 @@ def make_step(
     Raises:
       ValueError: for invalid values and combinations.
     """
+    if job.data == "pairs" and num_contexts(mesh) > 1:
+        raise ValueError(
+            f"mesh axis {CONTEXT!r} (size {num_contexts(mesh)}): a preference loss needs the sums of whole rows, which "
+            "are not available if the axis splits rows; give its devices to 'fsdp' or 'tensor'"
+        )
     arguments = train_arguments(options)
     model = shard_job(options, job, mesh)
     tx = make_optimizer(options, job, model, schedule)

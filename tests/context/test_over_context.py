@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 import jfsdp
@@ -34,7 +35,7 @@ def attend(query, key, value, ids=None, *, window=None, is_causal=True, **_):
     seen = (columns <= rows) & (columns > rows - (window or TOKENS)) if is_causal else jnp.full((1, 1), True)
     seen = seen[None] if ids is None else seen[None] & (ids[:, :, None] == ids[:, None])
     scores = jnp.where(seen[:, None], jnp.einsum("bqha,bkha->bhqk", query, key) * SIZE**-0.5, -1e30)
-    return jnp.einsum("bhqk,bkha->bqha", jax.nn.softmax(scores, axis=-1), value)
+    return checkpoint_name(jnp.einsum("bhqk,bkha->bqha", jax.nn.softmax(scores, axis=-1), value), "attended")
 
 
 def rotate(x, positions):
@@ -156,7 +157,7 @@ COLUMNS = {
     "program": ["manual", "xla"],
     "packed": [False, True],
     "window": [None, 5],
-    "options": [{}, {"remat": "full"}, {"strategy": "zero2"}, {"reshard_after_forward": 2}],
+    "options": [{}, {"remat": "full"}, {"remat": ("attended",)}, {"strategy": "zero2"}, {"reshard_after_forward": 2}],
     "accumulate": [1, 2],
 }
 

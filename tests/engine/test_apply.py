@@ -368,6 +368,10 @@ def test_a_name_to_save_that_no_value_has_is_refused_with_the_names_there_are(re
     refuses(lambda: trace(saving(remat)), "hiden", "checkpoint_name: hidden")
 
 
+def test_the_name_of_fused_attention_is_refused_without_one():
+    refuses(lambda: trace(saving(("hidden", "attention"))), "attention", "XLA", "checkpoint_name: hidden")
+
+
 @pytest.mark.parametrize("remat", [(jfsdp.UNIT_INPUT,), jfsdp.SaveNames(("hidden",), (jfsdp.UNIT_INPUT,))])
 def test_the_name_of_inputs_is_reserved(remat, monkeypatch):
     trace(saving(remat))

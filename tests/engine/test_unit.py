@@ -77,6 +77,18 @@ def test_gradients_equal_those_of_the_plain_function(policy, reshard):
         np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize(("policy", "times", "offloads"), [("full", 2, 0), ("attention", 1, 0), ("offloaded", 1, 1)])
+def test_a_fused_attention_is_saved_by_name(monkeypatch, policy, times, offloads):
+    """A tanh takes its place: cuDNN's attention has no program for CPUs."""
+    monkeypatch.setattr("jfsdp.engine.unit.FUSED_ATTENTION", ("tanh",))
+    offloaded = jfsdp.SaveNames(offload=("attention",))
+    monkeypatch.setitem(POLICIES, policy, {"attention": ("attention",), "offloaded": offloaded}.get(policy, policy))
+    shards, x = inputs()
+    call = make_call(policy, True)
+    text = str(jax.make_jaxpr(jax.grad(lambda w, x: call({"w": w}, x).sum(), argnums=(0, 1)))(shards["w"], x))
+    assert (text.count("= tanh"), text.count("device_put[")) == (times, 2 * offloads)
+
+
 def test_what_is_kept_in_part_is_all_that_is_saved_of_the_weights():
     shards, x = inputs()
     call = make_call("full", "half")
