@@ -91,10 +91,10 @@ class ShardingOptions(Options):
     """Fields of the model's configuration: --model-config num_layers=2 stacked=false."""
 
     mesh: Mesh = option((("fsdp", -1),), "most used", "rounding", read=parse.read_mesh)
-    """Number of devices of each mesh axis: pipe, replica, fsdp, tensor. -1 takes the rest.
+    """Number of devices of each mesh axis: pipe, replica, fsdp, context, tensor. -1 takes the rest.
     fsdp shards the state according to --strategy. replica replicates it: replica=-1,fsdp=8 shards over groups of 8
-    devices. tensor splits the weights for which the model has rules, and their computation. pipe splits the layers into
-    stages."""
+    devices. context splits the tokens of rows, and shards the state like fsdp. tensor splits the weights for which the
+    model has rules, and their computation. pipe splits the layers into stages."""
     strategy: Annotated[str | int, text("NAME|0..3")] = option(
         "full_shard", "most used", "rounding", read=parse.read_strategy
     )
@@ -116,8 +116,8 @@ class ShardingOptions(Options):
     )
     """Values that a unit's backward recomputes. none: nothing. full: everything. dots: all except matrix products and
     cuDNN's attention. names:A,B: all except values with these names (jax.ad_checkpoint.checkpoint_name).
-    offload:C: all except these, which are kept in host memory. Join both with +. The name input is a unit's inputs. In
-    Python the default is none."""
+    offload:C: all except these, which are kept in host memory. Join both with +. The name input is a unit's inputs, and
+    attention the result and statistics of cuDNN's attention. In Python the default is none."""
     offload: Annotated[Words, tyro.conf.arg(metavar="WHAT,...")] = option(
         (),
         "sharding and memory",
