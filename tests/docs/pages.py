@@ -11,7 +11,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = {page.name: found for page in PAGES if (found := re.findall(r"```python\n(.*?)```", page.read_text(), re.S))}
 
 # Pages of a group have models in common.
-STEPS = ["training.md", "memory.md", "long-context.md", "strategies.md", "programs.md"]
+STEPS = ["training.md", "memory.md", "long-context.md", "context.md", "strategies.md", "programs.md"]
 MODELS = ["models.md", "fine-tune.md", "adapters.md"]
 OTHERS = [page for page in EXAMPLES if page not in STEPS + MODELS]
 # XLA compiles a step of one layer in a third of the time that it takes for the four of llama-tiny.
