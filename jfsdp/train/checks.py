@@ -180,7 +180,7 @@ def check_tokens(batch: Any, contexts: int) -> None:
         if not size or size % contexts:
             raise ValueError(
                 f"{name}: dim 1 (size {size}), the tokens of a row, cannot be split over mesh axis {CONTEXT!r} (size "
-                f"{contexts}); pad rows to a multiple of {contexts}, with weight 0"
+                f"{contexts}); use rows of a multiple of {contexts} tokens (padding has weight 0), or another size"
             )
         first = first or (name, size)
         if size != first[1]:
