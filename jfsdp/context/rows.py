@@ -6,20 +6,46 @@ device. Elsewhere (program `xla`, `forward`, `init`) an array has whole rows, an
 package read the mesh of the trace. Where the axis is manual, they communicate over it. Where it is automatic, attention
 makes it manual (`over_context`), and the other functions return their arguments. Without the axis, or if its size is 1,
 all of them compute what they would on one device.
+
+[Note: zigzag order]
+With gathered keys (keys.py) later tokens of a row cost more than earlier ones. So a row is cut into 2C chunks, and
+device i of C has the chunks i and 2C-1-i, which makes the work equal. A step of program `manual` brings its batch into
+this order by two permutations of tokens, of 4 bytes each, and back never: losses are sums. Only the functions of this
+package see the order. Everywhere else rows are in their own order.
 """
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType
 
 from jfsdp.arguments import checked
 from jfsdp.layout.mesh import CONTEXT, axes_of
 
 SCOPE = "jfsdp.context"  # in the names of operations over split rows
+_IS_ZIGZAG = contextvars.ContextVar("is_zigzag", default=False)
+
+
+@contextlib.contextmanager
+def zigzag_rows(is_zigzag: bool) -> Iterator[None]:
+    """Trace functions of split rows in this order; see [Note: zigzag order]."""
+    token = _IS_ZIGZAG.set(is_zigzag)
+    try:
+        yield
+    finally:
+        _IS_ZIGZAG.reset(token)
+
+
+def is_zigzag() -> bool:
+    """Return whether split rows are in zigzag order here."""
+    return _IS_ZIGZAG.get()
 
 
 def own_axes() -> tuple[str, ...]:
@@ -40,7 +66,19 @@ def whole_rows(x: Any) -> jax.Array:
     if not axes:
         return x
     with jax.named_scope(SCOPE):
-        return jax.lax.all_gather(x, axes, axis=1, tiled=True)
+        return in_row_order(jax.lax.all_gather(x, axes, axis=1, tiled=True), jax.lax.axis_size(axes))
+
+
+def in_row_order(x: jax.Array, size: int, *, back: bool = False) -> jax.Array:
+    """Bring tokens in the order of the devices that they are from to the order of the row, or back.
+
+    Layout:  [B T ...] -> [B T ...]; unchanged if rows are not in zigzag order.
+    """
+    if not is_zigzag():
+        return x
+    order = np.stack([np.arange(size), 2 * size - 1 - np.arange(size)], axis=1).reshape(-1)
+    chunks = x.reshape(x.shape[0], 2 * size, -1, *x.shape[2:])
+    return chunks[:, order if back else np.argsort(order)].reshape(x.shape)
 
 
 def own_tokens(x: jax.Array) -> jax.Array:
@@ -51,8 +89,9 @@ def own_tokens(x: jax.Array) -> jax.Array:
     axes = own_axes()
     if not axes:
         return x
-    size = x.shape[1] // jax.lax.axis_size(axes)
-    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * size, size, axis=1)
+    size, index = jax.lax.axis_size(axes), jax.lax.axis_index(axes)
+    parts = in_row_order(x, size, back=True).reshape(x.shape[0], size, -1, *x.shape[2:])
+    return jax.lax.dynamic_index_in_dim(parts, index, axis=1, keepdims=False)
 
 
 @checked
@@ -67,11 +106,36 @@ def positions(tokens: Any, segment_ids: Any = None) -> jax.Array:
       segment_ids: the document of each token; positions are counted from the start of each run of equal ids.
     """
     with jax.named_scope(SCOPE):
-        if segment_ids is None:
-            axes, size = own_axes(), tokens.shape[1]
-            first = jax.lax.axis_index(axes) * size if axes else 0
-            return (first + jnp.arange(size, dtype=jnp.int32))[None]
-        ids = whole_rows(segment_ids)
-        index = jnp.arange(ids.shape[1], dtype=jnp.int32)[None]
-        starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-        return own_tokens(index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1))
+        axes = own_axes()
+        size = tokens.shape[1] * (jax.lax.axis_size(axes) if axes else 1)
+        index = jnp.arange(size, dtype=jnp.int32)[None]
+        if segment_ids is not None:
+            ids = whole_rows(segment_ids)
+            starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+            index = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
+        return own_tokens(index)
+
+
+def to_zigzag(x: jax.Array, axes: tuple[str, ...], *, back: bool = False) -> jax.Array:
+    """Move tokens between devices from row order to zigzag order, or back, inside a `shard_map`.
+
+    A device has the chunks 2i and 2i+1 of a row in row order. Those with even numbers go to different devices, and so
+    do the others.
+
+    Layout:  [B T/context ...] -> [B T/context ...]
+    Cost:    two permutations, of half of the array each.
+    """
+    size, is_even = jax.lax.axis_size(axes), jax.lax.axis_index(axes) % 2 == 0
+
+    def send(x: jax.Array, odd: int) -> jax.Array:
+        pairs = [(i, min(2 * i + odd, 2 * size - 1 - 2 * i - odd)) for i in range(size)]
+        with jax.named_scope(SCOPE):
+            return jax.lax.ppermute(x, axes, [(b, a) for a, b in pairs] if back else pairs)
+
+    def swap(one: jax.Array, other: jax.Array) -> list[jax.Array]:
+        return [jnp.where(is_even, one, other), jnp.where(is_even, other, one)]
+
+    halves = jnp.split(x, 2, axis=1)
+    halves = swap(*halves) if back else halves
+    moved = [send(half, odd) for odd, half in enumerate(halves)]
+    return jnp.concatenate(moved if back else swap(*moved), axis=1)
