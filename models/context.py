@@ -22,11 +22,13 @@ class Context:
     """Functions for values of whole rows; the default is for rows that are on one device.
 
     Attributes:
+      attention: attention of a device's tokens by gathered keys (`jfsdp.attention`); None: on one device.
       over_context: `f(attend)`, an attention function of whole rows as one of a device's tokens.
       positions: as `row_positions`, of a device's tokens.
       whole_rows: `f(x)`, the tokens of all devices. Layout: [B T/context ...] -> [B T ...].
     """
 
+    attention: Callable[..., jax.Array] | None = None
     over_context: Callable[..., Any] = lambda attend: attend
     positions: Callable[..., jax.Array] = row_positions
     whole_rows: Callable[[Any], Any] = lambda x: x

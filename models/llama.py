@@ -24,6 +24,7 @@ is bfloat16, except the inside of norms, the softmax and the rotation, which are
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +35,7 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from .attention import attend, describe_attention, document_view
+from .attention import attend, choose_attention, describe_attention, document_view
 from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
 from .chunks import by_chunks
 from .context import WHOLE, Context
@@ -188,13 +189,32 @@ class Attention(nnx.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         return apply_rope(query, (cos, sin)), apply_rope(key, (cos, sin)), value
 
+    def _kernel(self) -> Callable[..., jax.Array]:
+        """Return attention of queries, keys, values and documents; see `Llama._documents`."""
+        config, gathered = self.config, self.context.attention
+        if config.context_by == "heads" or gathered is None:
+            kernel = partial(attend, choice=config.attention, window=config.local_window_size)
+            return self.context.over_context(kernel)
+
+        def by_keys(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
+            return gathered(
+                query,
+                key,
+                value,
+                window=config.local_window_size,
+                segment_ids=segment_ids,
+                implementation=choose_attention(config.attention, query),
+                context_by="keys",
+                max_documents=config.documents_per_row,
+            )
+
+        return by_keys
+
     def __call__(self, qkv: tuple[jax.Array, ...], documents: Any, cache: Cache | None = None) -> Any:
         config = self.config
         query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in qkv)
         if cache is None:
-            kernel = partial(attend, choice=config.attention, window=config.local_window_size)
-            kernel = self.context.over_context(kernel)
-            attended = by_heads(kernel, query, key, value, documents=documents)
+            attended = by_heads(self._kernel(), query, key, value, documents=documents)
         else:  # `documents` are positions
             kernel = partial(attend_cached, choice=config.attention, window=config.local_window_size)
             attended, cache = kernel(query, key, value, cache, documents)
@@ -303,19 +323,26 @@ class Llama(nnx.Module):
         config, context = self.config, self.context
         positions = context.positions(tokens, segment_ids) if positions is None else positions
         rope = rope_table(config, positions, None if segment_ids is None else segment_ids != 0, context)
-        documents, x = document_view(
-            None if segment_ids is None else context.whole_rows(segment_ids),
-            split_tokens(looked_up(self.embed(tokens))),
-            config.attention,
-            head_size=config.head_size,
-            max_documents=config.documents_per_row,
-        )
+        documents, x = self._documents(segment_ids, split_tokens(looked_up(self.embed(tokens))))
         x = whole_rows(self.norm(self._run_layers(x, rope, documents)))
         if targets is None or weights is None:
             return self._logits(x)
         kernel = self.embed.embedding if self.lm_head is None else self.lm_head.kernel
         return head_loss(
             x, kernel[...], targets, weights, chunk=self.config.loss_chunk, tied=self.lm_head is None, by_row=by_row
+        )
+
+    def _documents(self, segment_ids: jax.Array | None, x: jax.Array) -> tuple[Any, jax.Array]:
+        """Return what attention reads of documents, and `x`; see `document_view`. With gathered keys, segment ids."""
+        config, context = self.config, self.context
+        if segment_ids is None or (config.context_by == "keys" and context.attention is not None):
+            return segment_ids, x
+        return document_view(
+            context.whole_rows(segment_ids),
+            x,
+            config.attention,
+            head_size=config.head_size,
+            max_documents=config.documents_per_row,
         )
 
     def _logits(self, x: jax.Array) -> jax.Array:

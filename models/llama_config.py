@@ -96,6 +96,8 @@ class LlamaConfig:
         in losses.py.
       token_chunk: number of tokens of a row on which a layer computes everything except attention at a time, in
         training; must divide the row. None: whole rows. See `by_chunks`.
+      context_by: how mesh axis `context` splits attention: "heads" (all-to-alls), or "keys", for more devices than
+        heads; see `jfsdp.attention`.
 
     Raises:
       ValueError: for invalid or contradictory values; names field, value and remedy.
@@ -121,6 +123,7 @@ class LlamaConfig:
     documents_per_row: int | None = 64
     loss_chunk: int = 2048
     token_chunk: int | None = None
+    context_by: Literal["heads", "keys"] = "heads"
 
     def __post_init__(self):
         require_counts(self, "vocab_size", "dim", "ffn_dim", "loss_chunk")
@@ -154,6 +157,7 @@ class LlamaConfig:
                 "pairs its halves; pass another head_dim="
             )
         require_attention(self)
+        require_choice(self, "context_by", ("heads", "keys"))
 
     @property
     def head_size(self) -> int:

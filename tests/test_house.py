@@ -33,8 +33,8 @@ ALLOWED = {
     "compat": ("extras",),
     "layout": ("arguments", "compat", "launch.hosts"),
     "modules": ("arguments", "layout"),
-    "context": ("arguments", "layout.mesh"),
-    "engine": ("arguments", "compat", "layout", "modules"),
+    "context": ("arguments", "compat", "layout.mesh"),
+    "engine": ("arguments", "compat", "context.rows", "layout", "modules"),
     "train": ("arguments", "compat", "context.rows", "layout", "modules", "engine", "launch.hosts"),
     "checkpoint": (
         "arguments",

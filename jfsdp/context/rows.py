@@ -30,6 +30,7 @@ from jfsdp.arguments import checked
 from jfsdp.layout.mesh import CONTEXT, axes_of
 
 SCOPE = "jfsdp.context"  # in the names of operations over split rows
+BY_KEYS = f"{SCOPE}.keys"
 _IS_ZIGZAG = contextvars.ContextVar("is_zigzag", default=False)
 
 
@@ -114,6 +115,11 @@ def positions(tokens: Any, segment_ids: Any = None) -> jax.Array:
             starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
             index = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
         return own_tokens(index)
+
+
+def to_zigzag_rows(x: jax.Array) -> jax.Array:
+    """Move the tokens of a leaf of a batch to zigzag order; leaves without tokens are unchanged."""
+    return to_zigzag(x, own_axes()) if x.ndim > 1 else x
 
 
 def to_zigzag(x: jax.Array, axes: tuple[str, ...], *, back: bool = False) -> jax.Array:

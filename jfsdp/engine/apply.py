@@ -10,6 +10,7 @@ from typing import Any
 import jax
 
 from jfsdp.compat import FUSED_ATTENTION, core
+from jfsdp.context.rows import BY_KEYS
 from jfsdp.engine.dataflow import all_eqns, cuts, reads, value_names
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating
 from jfsdp.engine.low_rank import decoded, with_adapters
@@ -231,7 +232,7 @@ def _check_names(wanted: set[str], jaxpr: Any) -> None:
             f"remat name {UNIT_INPUT}: reserved for inputs of units, and the model gives it to a value; rename that "
             "value (jax.ad_checkpoint.checkpoint_name)"
         )
-    seen |= {UNIT_INPUT} | {FUSED for eqn in all_eqns(jaxpr) if eqn.primitive.name in FUSED_ATTENTION}
+    seen |= {UNIT_INPUT} | {FUSED for eqn in all_eqns(jaxpr) if _is_attention(eqn)}
     unused = sorted(wanted - seen)
     if unused:
         fused = f" ({FUSED} is fused attention, which this trace does not contain: XLA computes it)" * (FUSED in unused)
@@ -239,6 +240,11 @@ def _check_names(wanted: set[str], jaxpr: Any) -> None:
             f"remat names {', '.join(unused)}: no value in the model has that name{fused}; names from "
             f"jax.ad_checkpoint.checkpoint_name: {', '.join(sorted(seen))}"
         )
+
+
+def _is_attention(eqn: Any) -> bool:
+    """Return whether an equation's result and statistics have the name `FUSED`."""
+    return eqn.primitive.name in FUSED_ATTENTION or BY_KEYS in str(eqn.source_info.name_stack)
 
 
 class _RootRun:

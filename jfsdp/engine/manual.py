@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jfsdp.compat import warn
+from jfsdp.context.rows import to_zigzag_rows, zigzag_rows
 from jfsdp.engine import movements
 from jfsdp.engine.driver.run import run
 from jfsdp.engine.driver.schedule import Prefetch
@@ -45,6 +46,7 @@ class ManualEngine(Engine):
       auto_axes: the mesh axes that are left to XLA and to shardings in the model.
       prefetch: how far gathers run ahead.
       is_requested: whether the user requested a schedule, and is warned where it does not apply.
+      is_zigzag: whether to bring rows that axis `context` splits into zigzag order.
     """
 
     writes_order = True
@@ -53,6 +55,7 @@ class ManualEngine(Engine):
     auto_axes: tuple[str, ...] = ()
     prefetch: Prefetch = dataclasses.field(default_factory=Prefetch)
     is_requested: bool = True
+    is_zigzag: bool = False
 
     def vjp(self, traced: Traced, flat: Sequence[Any], source: Arrays) -> tuple[list[Any], Pull]:
         """Run the root by the schedule; see `Engine.vjp`.
@@ -127,8 +130,11 @@ class ManualEngine(Engine):
         given: Any = {"in_specs": (source_specs, whole, rows, *[whole] * len(others[2:])), "out_specs": specs}
         axes = {axis for axis in self.mesh.axis_names if axis not in self.auto_axes}
 
-        def local(outer: Arrays, *others: Any) -> T:
-            return compute({path: self._from_outer(leaf, outer[path]) for path, leaf in leaves.items()}, *others)
+        def local(outer: Arrays, state: Any, batch: Any, *others: Any) -> T:
+            source = {path: self._from_outer(leaf, outer[path]) for path, leaf in leaves.items()}
+            with zigzag_rows(self.is_zigzag):
+                batch = jax.tree.map(to_zigzag_rows, batch) if self.is_zigzag else batch
+                return compute(source, state, batch, *others)
 
         return jax.shard_map(local, mesh=self.mesh, axis_names=axes, check_vma=False, **given)(outer, *others)
 

@@ -54,8 +54,8 @@ class Job:
       config: the model's configuration, any dataclass; saved in checkpoints.
       pretrained: names of the model's parameters in checkpoints of Hugging Face, a dict (docs/pretrained.md); None: no
         such checkpoints.
-      in_context: `f(model, over_context=, positions=, whole_rows=) -> model`: `model` with these functions of jfsdp for
-        rows that mesh axis `context` splits (docs/long-context.md). None: the model calls them itself.
+      in_context: `f(model, attention=, over_context=, positions=, whole_rows=) -> model`: `model` with these functions
+        of jfsdp, for rows that mesh axis `context` splits (docs/context.md). None: the model calls them itself.
       cache: `f(rows, length, dtype) -> pytree of jax.ShapeDtypeStruct`, the KV cache of generation; arrays are
         [rows .. heads length size], and zeros are an empty cache. The model is then called as `model(tokens [B T],
         positions=[B T], cache=, lengths=[B]) -> (logits [B V] of each row's last token, cache)`: with prompts, padded

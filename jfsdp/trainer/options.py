@@ -240,7 +240,7 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     Raises:
       ValueError: for invalid values and combinations.
     """
-    from jfsdp.context.attention import over_context
+    from jfsdp.context.attention import attention, over_context
     from jfsdp.context.rows import positions, whole_rows
     from jfsdp.layout.mesh import num_contexts
     from jfsdp.layout.placements import placements
@@ -248,7 +248,7 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
 
     if job.in_context is not None and num_contexts(mesh) > 1:
         functions = {"over_context": over_context, "positions": positions, "whole_rows": whole_rows}
-        job = dataclasses.replace(job, model=job.in_context(job.model, **functions))
+        job = dataclasses.replace(job, model=job.in_context(job.model, attention=attention, **functions))
     places: dict[str, Any] = {"units": job.units, "axis_rules": job.axis_rules, "placements": job.placements}
     if options.min_size is not None:
         places["placements"] = {**(job.placements or {}), **placements(min_size=options.min_size)}

@@ -25,6 +25,8 @@ DYNAMIC = RopeScaling(kind="dynamic", factor=2.0, original_context=8)
 JOBS = {
     "llama": llama.make_job(LlamaConfig(**LLAMA), TOKENS),
     "chunks, window": llama.make_job(LlamaConfig(**LLAMA, token_chunk=4, local_window_size=5), TOKENS),
+    "keys": llama.make_job(LlamaConfig(**LLAMA, context_by="keys", rope_scaling=DYNAMIC), TOKENS),
+    "keys, window": llama.make_job(LlamaConfig(**LLAMA, context_by="keys", token_chunk=4, local_window_size=5), TOKENS),
     "list, dynamic": llama.make_job(LlamaConfig(**LLAMA, rope_scaling=DYNAMIC, stacked=False, qk_norm=True), TOKENS),
     "gpt2": gpt2.make_job(GPT2Config(**GPT2), TOKENS),
     "gpt2 list": gpt2.make_job(GPT2Config(**GPT2, stacked=False), TOKENS),

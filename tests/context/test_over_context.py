@@ -35,7 +35,7 @@ def attend(query, key, value, ids=None, *, window=None, is_causal=True, **_):
     seen = (columns <= rows) & (columns > rows - (window or TOKENS)) if is_causal else jnp.full((1, 1), True)
     seen = seen[None] if ids is None else seen[None] & (ids[:, :, None] == ids[:, None])
     scores = jnp.where(seen[:, None], jnp.einsum("bqha,bkha->bhqk", query, key) * SIZE**-0.5, -1e30)
-    return checkpoint_name(jnp.einsum("bhqk,bkha->bqha", jax.nn.softmax(scores, axis=-1), value), "attended")
+    return checkpoint_name(jnp.einsum("bhqk,bkha->bqha", jax.nn.softmax(scores, axis=-1), value), "attention")
 
 
 def rotate(x, positions):
@@ -46,30 +46,34 @@ def rotate(x, positions):
 
 
 class Layer(nnx.Module):
-    def __init__(self, window, rngs):
-        self.window = window
+    def __init__(self, window, form, rngs):
+        self.window, self.form = window, form
         linear = functools.partial(nnx.Linear, use_bias=False, param_dtype=jnp.float64, rngs=rngs)
         self.query, self.out = linear(DIM, HEADS * SIZE), linear(HEADS * SIZE, DIM)
         self.key, self.value = linear(DIM, KEYS * SIZE), linear(DIM, KEYS * SIZE)
         self.up, self.down = linear(DIM, 2 * DIM), linear(2 * DIM, DIM)
 
+    def attend(self, query, key, value, ids):
+        if self.form == "keys":
+            return jfsdp.attention(query, key, value, window=self.window, segment_ids=ids, context_by="keys")
+        rows = () if ids is None else (jfsdp.whole_rows(ids),)
+        return jfsdp.over_context(functools.partial(attend, window=self.window))(query, key, value, *rows)
+
     def __call__(self, x, positions, ids):
         query, key, value = (part(x).reshape(*x.shape[:2], -1, SIZE) for part in (self.query, self.key, self.value))
-        kernel = jfsdp.over_context(functools.partial(attend, window=self.window))
-        attended = kernel(rotate(query, positions), rotate(key, positions), value, *() if ids is None else (ids,))
+        attended = self.attend(rotate(query, positions), rotate(key, positions), value, ids)
         x = x + self.out(attended.reshape(x.shape))
         return x + self.down(jax.nn.gelu(self.up(x)))
 
 
 class Net(nnx.Module):
-    def __init__(self, rngs, window=None):
+    def __init__(self, rngs, window=None, form="heads"):
         self.embed = nnx.Embed(VOCAB, DIM, param_dtype=jnp.float64, rngs=rngs)
-        self.layers = nnx.vmap(lambda key: Layer(window, nnx.Rngs(key)))(jax.random.split(rngs.params(), 2))
+        self.layers = nnx.vmap(lambda key: Layer(window, form, nnx.Rngs(key)))(jax.random.split(rngs.params(), 2))
         self.head = nnx.Linear(DIM, VOCAB, param_dtype=jnp.float64, rngs=rngs)
 
     def __call__(self, tokens, ids=None):
         positions = jfsdp.positions(tokens, ids)
-        ids = None if ids is None else jfsdp.whole_rows(ids)
 
         @nnx.scan(in_axes=(nnx.Carry, 0, None, None), out_axes=nnx.Carry)
         def run(x, layer, positions, ids):
@@ -158,27 +162,30 @@ COLUMNS = {
     "program": ["manual", "xla"],
     "packed": [False, True],
     "window": [None, 5],
-    "options": [{}, {"remat": "full"}, {"remat": ("attended",)}, {"strategy": "zero2"}, {"reshard_after_forward": 2}],
+    "form": ["heads", "keys"],
+    "options": [{}, {"remat": "full"}, {"remat": ("attention",)}, {"strategy": "zero2"}, {"reshard_after_forward": 2}],
     "accumulate": [1, 2],
 }
 
 
 def name(row):
-    mesh, program, packed, window, options, accumulate = row
+    mesh, program, packed, window, form, options, accumulate = row
     sizes = "-".join(f"{axis}{size}" for axis, size in mesh.items())
     packing = "packed" if packed else "whole"
-    return f"{sizes} {program} {packing} {window} {accumulate} {'-'.join(f'{k}={v}' for k, v in options.items())}"
+    return (
+        f"{sizes} {program} {form} {packing} {window} {accumulate} {'-'.join(f'{k}={v}' for k, v in options.items())}"
+    )
 
 
 @pytest.mark.parametrize("row", cover(COLUMNS), ids=name)
 def test_a_model_of_its_own_equals_one_device(row):
-    mesh, program, packed, window, options, accumulate = row
+    mesh, program, packed, window, form, options, accumulate = row
     options = dict(options)
     if "tensor" in mesh:
         options["placements"] = CUTS
     if np.prod([mesh.get(axis, 1) for axis in ("fsdp", "context")]) < 2 * options.get("reshard_after_forward", 1):
         options.pop("reshard_after_forward", None)
-    source = functools.partial(Net, window=window)
+    source = functools.partial(Net, window=window, form=form)
     found = sharded(source, make_batch(packed), mesh, program=program, accumulate=accumulate, units=[Layer], **options)
     assert error(found, wanted(packed, window)) <= LIMIT
 

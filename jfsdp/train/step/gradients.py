@@ -110,7 +110,9 @@ class Gradients:
         else:
             is_requested = self.config.program == MANUAL or self.config.prefetch is not None
             prefetch = spec.prefetch or Prefetch()
-            made = ManualEngine(layout, engine.mesh, spec.deferred, spec.auto_axes, prefetch, is_requested)
+            made = ManualEngine(
+                layout, engine.mesh, spec.deferred, spec.auto_axes, prefetch, is_requested, spec.is_zigzag
+            )
         return ShardedApply(self.apply.model, made, functools.partial(check_weight, layout)), source
 
     def _sum_shapes(self, apply: ShardedApply, source: Arrays) -> dict[str, jax.ShapeDtypeStruct]:

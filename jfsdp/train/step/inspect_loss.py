@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jfsdp.compat import core, dce_jaxpr
+from jfsdp.context.rows import BY_KEYS
 from jfsdp.engine import dataflow
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, UNIT_CALL
@@ -40,7 +41,8 @@ class Survey:
       model_axes: the mesh axes of the model over which the model states shardings.
       repeats: whether a trainable unit is called several times per microbatch, and so sums its gradient as often.
       gathers_rows: whether the model states that dim 0 of a value that depends on the rows is not split.
-      context_bytes: bytes that a device passes to attention's all-to-alls over axis `context` in a forward.
+      has_keys: whether attention gathers keys over axis `context`.
+      context_bytes: bytes of the collectives of attention over axis `context` in a forward, per device.
     """
 
     is_sum: bool
@@ -53,6 +55,7 @@ class Survey:
     model_axes: tuple[str, ...]
     repeats: bool
     gathers_rows: bool
+    has_keys: bool
     context_bytes: int
 
 
@@ -120,6 +123,7 @@ def survey(
         stated_model_axes,
         _repeats(layout, trace.traced),
         any(map(_gathers_dim_0, of_rows)),
+        any(BY_KEYS in str(eqn.source_info.name_stack) for eqn in dataflow.all_eqns(jaxpr)),
         context_bytes(jaxpr),
     )
 

@@ -10,12 +10,13 @@ from jfsdp.engine.dataflow import all_eqns, inner_jaxprs
 
 # Operations that combine elements along a dim, or cut it.
 _MIX = ("conv_general_dilated", "cumsum", "cummax", "cumprod", "cumlogsumexp", "reduce_window", "sort", "fft", "rev")
+_MOVES = ("all_to_all", "all_gather")
 _CUT = ("slice", "concatenate", "pad")
 
 
 def calls_attention(jaxpr: Any) -> bool:
     """Return whether the trace of a device's tokens has attention over axis `context` by jfsdp's functions."""
-    moves = (eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name in ("all_to_all", "all_gather"))
+    moves = (eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name in _MOVES)
     return any(SCOPE in str(eqn.source_info.name_stack) for eqn in moves)
 
 
@@ -46,11 +47,11 @@ def broken_rule(jaxpr: Any, num_tokens: int) -> str:
 
 
 def context_bytes(jaxpr: Any) -> int:
-    """Return the bytes that a device passes to all-to-alls over axis `context` in one run of a trace."""
+    """Return the bytes of collectives of attention over axis `context` in one run of a trace, per device."""
     total = 0
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "all_to_all" and SCOPE in str(eqn.source_info.name_stack):
-            total += sum(atom.aval.size * atom.aval.dtype.itemsize for atom in eqn.invars)
+        if eqn.primitive.name in _MOVES and SCOPE in str(eqn.source_info.name_stack):
+            total += sum(var.aval.size * var.aval.dtype.itemsize for var in eqn.outvars)
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += times * sum(map(context_bytes, inner_jaxprs(eqn)))
     return total
