@@ -38,7 +38,8 @@ def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: jax.Arra
     lengths = [x.shape[1] if x.ndim > 1 else None for x in arrays]
     if len(set(lengths)) != 1 or lengths[0] is None:
         raise ValueError(f"arrays of shapes {[x.shape for x in arrays]} must be [B, T, ...] with the same T")
-    seq_len, parts = lengths[0], token_parts((*context_axes(), AXIS))
+    axes, seq_len = (*context_axes(), AXIS), lengths[0]
+    parts = token_parts(axes)
     if chunk is None or chunk >= seq_len:
         return function(*arrays)
     if seq_len % chunk or chunk % parts:
@@ -46,7 +47,8 @@ def by_chunks(function: Callable[..., Any], chunk: int | None, *arrays: jax.Arra
         nearest = f"{min(usable, key=lambda size: abs(size - chunk))}, or None" if usable else "None"
         raise ValueError(
             f"chunk={chunk} tokens (of the Llamas: token_chunk) must divide rows of {seq_len} tokens"
-            + f", and be a multiple of the {parts} parts over mesh axes 'context' and 'tensor'" * (parts > 1)
+            + f", and be a multiple of mesh axis {', '.join(f'{axis!r} (size {token_parts([axis])})' for axis in axes)}"
+            * (parts > 1)
             + f"; use {nearest} for whole rows"
         )
 

@@ -48,7 +48,8 @@ def context_axes() -> tuple[str, ...]:
     """Return the axes (`context`) over which the compiler splits the tokens of rows; none inside a `shard_map`."""
     mesh = jax.sharding.get_abstract_mesh()
     kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return tuple(name for name, kind in kinds if name.startswith("context") and kind == AxisType.Auto)
+    named = (name for name, kind in kinds if name.startswith("context") and kind == AxisType.Auto)
+    return tuple(name for name in named if mesh.shape[name] > 1)
 
 
 def token_parts(axes: Iterable[str]) -> int:
