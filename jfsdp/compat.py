@@ -57,6 +57,23 @@ def pipelining(*kinds: str, is_on: bool = True) -> dict[str, Any]:
     return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" if is_on else None for kind in kinds}
 
 
+def cudnn_attention() -> Any:
+    """Return JAX's private module of cuDNN's attention, or None if this JAX has none."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo
+    except ImportError:
+        return None
+    return fused_attention_stablehlo
+
+
+def counts_query_heads() -> bool:
+    """Return whether JAX's cuDNN attention computes offsets of documents in keys with the number of query heads.
+
+    Seen in JAX 0.10.2, and fixed in 0.12. With fewer key heads it reads other tokens without an error.
+    """
+    return jax.__version_info__ < (0, 12)
+
+
 def misorders_offloads() -> bool:
     """Return whether this XLA:GPU reads offloaded values of a loop in the wrong order (openxla/xla#46231).
 

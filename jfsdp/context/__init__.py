@@ -1,0 +1,1 @@
+"""Attention over rows whose tokens are split over mesh axis `context`."""
