@@ -23,28 +23,27 @@ from jfsdp.compat import counts_query_heads, cudnn_attention
 from jfsdp.context.kernels import Reach
 
 
-def check(query: jax.Array, window: int | None, *, is_packed: bool, max_documents: int | None) -> None:
-    """Check that cuDNN supports a call, on all GPUs from Ampere on; packed rows need Hopper.
+def find_problem(query: Any, window: int | None, max_documents: int | None) -> str:
+    """Return why cuDNN does not support a call, with the remedies; "" if it does. Packed rows also need Hopper.
 
-    Raises:
-      ValueError: naming the dtype, size or option, and the remedies.
+    Args:
+      max_documents: None: rows are not packed; 0: unknown.
     """
     _, num_tokens, _, head_size = query.shape
-    problem = ""
-    if cudnn_attention() is None:
-        problem = "this JAX has no jax._src.cudnn.fused_attention_stablehlo"
-    elif query.dtype not in (jnp.bfloat16, jnp.float16):
-        problem = f"it needs bfloat16 or float16, got {query.dtype}"
-    elif head_size % 8 or head_size > 128:
-        problem = f"it needs heads of at most 128, divisible by 8, got {head_size}"
-    elif num_tokens % 4:
-        problem = f"it needs chunks of even length, got two of {num_tokens // 2} tokens per device"
-    elif window is not None:
-        problem = f"it cannot limit keys of other chunks to a window, got window={window}"
-    elif is_packed and max_documents is None:
-        raise ValueError("context_by='keys', kernel='cudnn': packed rows need max_documents=, the most in one chunk")
-    if problem:
-        raise ValueError(f"context_by='keys', kernel='cudnn': {problem}; use context_by='heads', or kernel='xla'")
+    elsewhere = "use kernel='xla' or context_by='heads'"
+    problems = {
+        f"this JAX has no cuDNN attention in parts; {elsewhere}": cudnn_attention() is None,
+        f"kernel='cudnn' needs bfloat16 or float16, got {query.dtype}; {elsewhere}": query.dtype.itemsize != 2,
+        f"kernel='cudnn' needs heads of at most 128, divisible by 8, got {head_size}; {elsewhere}": (
+            head_size % 8 or head_size > 128
+        ),
+        f"kernel='cudnn' needs an even number of tokens per chunk, got {num_tokens // 2}; {elsewhere}": num_tokens % 4,
+        f"kernel='cudnn' cannot limit keys of other chunks to window={window}; {elsewhere}": window is not None,
+        "kernel='cudnn' needs max_documents= for segment ids: the most documents in half a device's tokens": (
+            max_documents == 0
+        ),
+    }
+    return next((problem for problem, is_found in problems.items() if is_found), "")
 
 
 def forward(query: jax.Array, key: jax.Array, value: jax.Array, reach: Reach) -> tuple[jax.Array, jax.Array]:

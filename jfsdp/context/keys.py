@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jfsdp.arguments import Count, checked
 from jfsdp.context import cudnn, kernels
 from jfsdp.context.kernels import HIDDEN, Reach
 
@@ -84,17 +85,18 @@ def own_positions(num_tokens: int, axes: tuple[str, ...]) -> jax.Array:
     return (chunks[:, None] * length + jnp.arange(length, dtype=jnp.int32)).reshape(1, -1)
 
 
+@checked
 def attend_keys(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array | None = None,
+    query: Any,
+    key: Any,
+    value: Any,
+    segment_ids: Any = None,
     *,
     axes: tuple[str, ...],
     causal: bool = True,
-    window: int | None = None,
-    kernel: Literal["xla", "cudnn"] = "xla",
-    max_documents: int | None = None,
+    window: Count | None = None,
+    kernel: str = "xla",
+    max_documents: Count | None = None,
 ) -> jax.Array:
     """Compute attention of this device's tokens over their whole rows, inside a manual `shard_map`.
 
@@ -117,21 +119,24 @@ def attend_keys(
     Raises:
       ValueError: for chunks, heads and options that the kernel does not support.
     """
-    size = jax.lax.axis_size(axes)
-    num_tokens, heads, num_keys = query.shape[1], query.shape[2], key.shape[2]
-    if window is not None and window >= num_tokens * size:
-        window = None
+    size, num_tokens = jax.lax.axis_size(axes), query.shape[1]
+    window = None if window is None or window >= num_tokens * size else window
+    problem = ""
     if not causal:
-        raise ValueError("context_by='keys': attention with causal=False is not available; use context_by='heads'")
-    if num_tokens % 2:
-        raise ValueError(
-            f"context_by='keys': {num_tokens} tokens per device cannot be split into two chunks; make the row length "
-            f"divisible by {2 * size}, twice the devices of a row"
+        problem = "causal=False is not available; use context_by='heads'"
+    elif num_tokens % 2:
+        problem = (
+            f"{num_tokens} tokens per device cannot be split into two chunks; use rows divisible by {2 * size} "
+            f"(2 * {size} devices per row)"
         )
-    if heads % num_keys:
-        raise ValueError(f"context_by='keys': {heads} heads of queries are not a multiple of {num_keys} heads of keys")
-    if kernel == "cudnn":
-        cudnn.check(query, window, is_packed=segment_ids is not None, max_documents=max_documents)
+    elif query.shape[2] % key.shape[2]:
+        problem = f"the number of query heads, {query.shape[2]}, must be a multiple of the {key.shape[2]} key heads"
+    elif kernel not in KERNELS:
+        problem = f"kernel={kernel!r} must be one of {', '.join(map(repr, KERNELS))}"
+    elif kernel == "cudnn":
+        problem = cudnn.find_problem(query, window, None if segment_ids is None else max_documents or 0)
+    if problem:
+        raise ValueError(f"attention with context_by='keys': {problem}")
     spans = _find_spans(segment_ids, query.shape[0], num_tokens, axes)
     return _attend(_How(axes, window, kernel, max_documents), query, key, value, spans)
 
@@ -143,7 +148,7 @@ def _find_spans(segment_ids: jax.Array | None, num_rows: int, num_tokens: int, a
     begins = positions[::length]
     if segment_ids is None:
         num_seen = jnp.broadcast_to(begins, (num_rows, 2))
-        return _Spans(num_seen, jnp.where(num_seen > 0, length, 0))
+        return _Spans(num_seen, jnp.where(num_seen > 0, jnp.int32(length), 0))
     ids = _in_row_order(jax.lax.all_gather(segment_ids, axes), 1)
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)
     is_start = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
