@@ -63,6 +63,15 @@ def pipelining(*kinds: str, is_on: bool = True) -> dict[str, Any]:
     return {f"xla_gpu_pipeline_{kind}": "COLLECTIVE_PIPELINING_MODE_ON" if is_on else None for kind in kinds}
 
 
+def cudnn_attention() -> Any:
+    """Return JAX's private module of cuDNN's attention, or None if this JAX has none."""
+    try:
+        from jax._src.cudnn import fused_attention_stablehlo
+    except ImportError:
+        return None
+    return fused_attention_stablehlo
+
+
 def counts_query_heads() -> bool:
     """Return whether JAX's cuDNN attention computes offsets of documents in keys with the number of query heads.
 

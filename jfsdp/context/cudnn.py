@@ -19,44 +19,38 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfsdp.compat import counts_query_heads
+from jfsdp.compat import counts_query_heads, cudnn_attention
 from jfsdp.context.kernels import Reach
 
-try:
-    from jax._src.cudnn import fused_attention_stablehlo as binding
-except ImportError:  # private, may move in another JAX
-    binding: Any = None
 
+def find_problem(query: Any, window: int | None, max_documents: int | None) -> str:
+    """Return why cuDNN does not support a call, with the remedies; "" if it does. Packed rows also need Hopper.
 
-def check(query: jax.Array, window: int | None, *, is_packed: bool, max_documents: int | None) -> None:
-    """Check that cuDNN supports a call, on all GPUs from Ampere on; packed rows need Hopper.
-
-    Raises:
-      ValueError: naming the dtype, size or option, and the remedies.
+    Args:
+      max_documents: None: rows are not packed; 0: unknown.
     """
     _, num_tokens, _, head_size = query.shape
-    problem = ""
-    if binding is None:
-        problem = "this JAX has no jax._src.cudnn.fused_attention_stablehlo"
-    elif query.dtype not in (jnp.bfloat16, jnp.float16):
-        problem = f"it needs bfloat16 or float16, got {query.dtype}"
-    elif head_size % 8 or head_size > 128:
-        problem = f"it needs heads of at most 128, divisible by 8, got {head_size}"
-    elif num_tokens % 4:
-        problem = f"it needs chunks of even length, got two of {num_tokens // 2} tokens per device"
-    elif window is not None:
-        problem = f"it cannot limit keys of other chunks to a window, got window={window}"
-    elif is_packed and max_documents is None:
-        raise ValueError("context_by='keys', kernel='cudnn': packed rows need max_documents=, the most in one chunk")
-    if problem:
-        raise ValueError(f"context_by='keys', kernel='cudnn': {problem}; use context_by='heads', or kernel='xla'")
+    elsewhere = "use kernel='xla' or context_by='heads'"
+    problems = {
+        f"this JAX has no cuDNN attention in parts; {elsewhere}": cudnn_attention() is None,
+        f"kernel='cudnn' needs bfloat16 or float16, got {query.dtype}; {elsewhere}": query.dtype.itemsize != 2,
+        f"kernel='cudnn' needs heads of at most 128, divisible by 8, got {head_size}; {elsewhere}": (
+            head_size % 8 or head_size > 128
+        ),
+        f"kernel='cudnn' needs an even number of tokens per chunk, got {num_tokens // 2}; {elsewhere}": num_tokens % 4,
+        f"kernel='cudnn' cannot limit keys of other chunks to window={window}; {elsewhere}": window is not None,
+        "kernel='cudnn' needs max_documents= for segment ids: the most documents in half a device's tokens": (
+            max_documents == 0
+        ),
+    }
+    return next((problem for problem, is_found in problems.items() if is_found), "")
 
 
 def forward(query: jax.Array, key: jax.Array, value: jax.Array, reach: Reach) -> tuple[jax.Array, jax.Array]:
     """Compute attention; see [Note: kernels of gathered keys]. Layout: as kernels.forward; half precision."""
     lengths, has_too_many = _lengths(query, reach)
-    key, value = (_repeat(x, query, reach) for x in (key, value))
-    output, statistics = _bind("fwd", query, key, value, (), lengths, reach, is_training=True)
+    arrays = query, *(_repeat(x, query, reach) for x in (key, value))
+    output, statistics = _bind("fwd", arrays, lengths, (), reach, is_training=True)
     if has_too_many is not None:
         output = jnp.where(has_too_many[:, None, None, None], jnp.nan, output).astype(output.dtype)
     return output, statistics
@@ -67,44 +61,37 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the gradient of query, key and value; see [Note: kernels of gathered keys]."""
     lengths, _ = _lengths(query, reach)
-    repeated = [_repeat(x, query, reach) for x in (key, value)]
-    grads = _bind("bwd", query, *repeated, (statistics, output, grad), lengths, reach)
-    pair = (x.reshape(*y.shape[:3], -1, y.shape[3]).sum(3) for x, y in zip(grads[1:], (key, value), strict=True))
-    return grads[0], *pair
+    arrays = query, *(_repeat(x, query, reach) for x in (key, value))
+    grads = _bind("bwd", arrays, lengths, (statistics, output, grad), reach)
+    of_key, of_value = (x.reshape(*key.shape[:3], -1, key.shape[3]).sum(axis=3) for x in grads[1:])
+    return grads[0], of_key, of_value
 
 
-def _bind(
-    direction: str, query: Any, key: Any, value: Any, more: Any, lengths: Any, reach: Reach, **options: Any
-) -> Any:
+def _bind(direction: str, arrays: Any, lengths: Any, more: Any, reach: Reach, **options: Any) -> list[jax.Array]:
+    """Call a primitive: "fwd" without `more`, or "bwd" with statistics, output and its gradient."""
+    binding = cudnn_attention()
     primitive = getattr(binding, f"_dot_product_attention_{direction}_p_wrapper")
-    if "score_mod" in inspect.signature(binding.dot_product_attention).parameters:
+    if "score_mod" in inspect.signature(binding.dot_product_attention).parameters:  # since JAX 0.12
         options["score_mod"] = None
-    unused = jnp.zeros(0, query.dtype)
-    kinds = binding.MaskType
     is_padded = lengths is not None
-    if reach.keys is not None:
-        kind = kinds.PADDING
-    else:
-        kind = kinds.PADDING_CAUSAL if is_padded else kinds.CAUSAL
-    bias, pages = unused, (unused, unused)
-    return tuple(
-        primitive.bind(
-            *(query, key, value, bias, *(lengths or (unused,) * 4), *pages, *more),
-            scale=query.shape[-1] ** -0.5,
-            seed=42,
-            dropout_rate=0.0,
-            variadic_args=(False, False),
-            mask_type=kind,
-            layout=binding.AttentionLayout.BTNH.value,
-            sliding_window_length=None,
-            **options,
-        )
+    kind = "PADDING" if reach.keys is not None else "PADDING_CAUSAL" if is_padded else "CAUSAL"
+    unused = jnp.zeros(0, arrays[0].dtype)  # bias, pages of keys and of values, and lengths without padding
+    lengths = [unused if x is None else x for x in lengths or [None] * 4]
+    return primitive.bind(
+        *(*arrays, unused, *lengths, unused, unused, *more),
+        scale=arrays[0].shape[-1] ** -0.5,
+        seed=42,
+        dropout_rate=0.0,
+        variadic_args=(False, False),
+        mask_type=binding.MaskType[kind],
+        layout=binding.AttentionLayout.BTNH.value,
+        sliding_window_length=None,
+        **options,
     )
 
 
 def _lengths(query: jax.Array, reach: Reach) -> tuple[Any, jax.Array | None]:
     """Return lengths and offsets of queries and keys, and whether a row has too many documents."""
-    unused = jnp.zeros(0, query.dtype)
     if reach.documents is not None:
         assert reach.max_documents is not None
         is_start = reach.documents[:, 1:] != reach.documents[:, :-1]
@@ -118,8 +105,8 @@ def _lengths(query: jax.Array, reach: Reach) -> tuple[Any, jax.Array | None]:
         return (lengths, lengths, offsets, offsets), index[:, -1] >= reach.max_documents
     if reach.keys is not None:
         queries = jnp.full_like(reach.keys, query.shape[1]) if reach.queries is None else reach.queries
-        return (queries, reach.keys, unused, unused), None
-    return None if reach.queries is None else (reach.queries, reach.queries, unused, unused), None
+        return (queries, reach.keys, None, None), None
+    return None if reach.queries is None else (reach.queries, reach.queries, None, None), None
 
 
 def _repeat(x: jax.Array, query: jax.Array, reach: Reach) -> jax.Array:

@@ -50,8 +50,8 @@ def forward(query: jax.Array, key: jax.Array, value: jax.Array, reach: Reach) ->
     scores, is_seen = _scores(query, key, reach)
     statistics = jax.nn.logsumexp(jnp.where(is_seen, scores, HIDDEN), axis=-1)
     weights = jnp.where(is_seen, jnp.exp(scores - statistics[..., None]), 0)
-    output = jnp.einsum("bkgnm,bmka->bnkga", weights, value)
-    return output.reshape(query.shape).astype(query.dtype), _join(statistics)
+    output = jnp.einsum("bkgnm,bmka->bnkga", weights, value).reshape(query.shape)
+    return output.astype(query.dtype), statistics.reshape(query.shape[0], query.shape[2], -1)
 
 
 def backward(
@@ -75,11 +75,6 @@ def backward(
 def _groups(x: jax.Array, num_keys: int) -> jax.Array:
     """Split heads by the key head that they share. Layout: [B n H A] -> [B n K H/K A]."""
     return x.reshape(*x.shape[:2], num_keys, -1, x.shape[3])
-
-
-def _join(statistics: jax.Array) -> jax.Array:
-    """Layout: [B K H/K n] -> [B H n]."""
-    return statistics.reshape(statistics.shape[0], -1, statistics.shape[-1])
 
 
 def _scores(query: jax.Array, key: jax.Array, reach: Reach) -> tuple[jax.Array, jax.Array]:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import functools
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from jfsdp.arguments import Count, checked
 from jfsdp.context import cudnn, kernels
 from jfsdp.context.kernels import HIDDEN, Reach
 
@@ -84,17 +85,18 @@ def own_positions(num_tokens: int, axes: tuple[str, ...]) -> jax.Array:
     return (chunks[:, None] * length + jnp.arange(length, dtype=jnp.int32)).reshape(1, -1)
 
 
+@checked
 def attend_keys(
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    segment_ids: jax.Array | None = None,
+    query: Any,
+    key: Any,
+    value: Any,
+    segment_ids: Any = None,
     *,
     axes: tuple[str, ...],
     causal: bool = True,
-    window: int | None = None,
-    kernel: Literal["xla", "cudnn"] = "xla",
-    max_documents: int | None = None,
+    window: Count | None = None,
+    kernel: str = "xla",
+    max_documents: Count | None = None,
 ) -> jax.Array:
     """Compute attention of this device's tokens over their whole rows, inside a manual `shard_map`.
 
@@ -117,21 +119,24 @@ def attend_keys(
     Raises:
       ValueError: for chunks, heads and options that the kernel does not support.
     """
-    size = jax.lax.axis_size(axes)
-    num_tokens, heads, num_keys = query.shape[1], query.shape[2], key.shape[2]
-    if window is not None and window >= num_tokens * size:
-        window = None
+    size, num_tokens = jax.lax.axis_size(axes), query.shape[1]
+    window = None if window is None or window >= num_tokens * size else window
+    problem = ""
     if not causal:
-        raise ValueError("context_by='keys': attention with causal=False is not available; use context_by='heads'")
-    if num_tokens % 2:
-        raise ValueError(
-            f"context_by='keys': {num_tokens} tokens per device cannot be split into two chunks; make the row length "
-            f"divisible by {2 * size}, twice the devices of a row"
+        problem = "causal=False is not available; use context_by='heads'"
+    elif num_tokens % 2:
+        problem = (
+            f"{num_tokens} tokens per device cannot be split into two chunks; use rows divisible by {2 * size} "
+            f"(2 * {size} devices per row)"
         )
-    if heads % num_keys:
-        raise ValueError(f"context_by='keys': {heads} heads of queries are not a multiple of {num_keys} heads of keys")
-    if kernel == "cudnn":
-        cudnn.check(query, window, is_packed=segment_ids is not None, max_documents=max_documents)
+    elif query.shape[2] % key.shape[2]:
+        problem = f"the number of query heads, {query.shape[2]}, must be a multiple of the {key.shape[2]} key heads"
+    elif kernel not in KERNELS:
+        problem = f"kernel={kernel!r} must be one of {', '.join(map(repr, KERNELS))}"
+    elif kernel == "cudnn":
+        problem = cudnn.find_problem(query, window, None if segment_ids is None else max_documents or 0)
+    if problem:
+        raise ValueError(f"attention with context_by='keys': {problem}")
     spans = _find_spans(segment_ids, query.shape[0], num_tokens, axes)
     return _attend(_How(axes, window, kernel, max_documents), query, key, value, spans)
 
@@ -143,7 +148,7 @@ def _find_spans(segment_ids: jax.Array | None, num_rows: int, num_tokens: int, a
     begins = positions[::length]
     if segment_ids is None:
         num_seen = jnp.broadcast_to(begins, (num_rows, 2))
-        return _Spans(num_seen, jnp.where(num_seen > 0, length, 0))
+        return _Spans(num_seen, jnp.where(num_seen > 0, jnp.int32(length), 0))
     ids = _in_row_order(jax.lax.all_gather(segment_ids, axes), 1)
     index = jnp.arange(ids.shape[1], dtype=jnp.int32)
     is_start = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -188,7 +193,9 @@ def _forward_rule(how: _How, query: jax.Array, key: jax.Array, value: jax.Array,
 def _backward_rule(how: _How, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     query, key, value, spans, output, sums, packed_sums = saved
     run = KERNELS[how.kernel].backward
-    gathered = _gather(key, value, how.axes)
+    # Otherwise XLA may keep the keys that the forward gathered, for every layer without remat.
+    key, value = jax.lax.optimization_barrier((key, value))
+    gathered, scatter = jax.vjp(functools.partial(_gather, axes=how.axes), key, value)
     chunks = [_chunks(x) for x in (query, key, value)]
     output, grad = _chunks(output), _chunks(grad)
     inside, packed = _inside(how, spans)
@@ -203,17 +210,16 @@ def _backward_rule(how: _How, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
         others = _keep(jnp.zeros_like(grad), spans.num_first, grad)
         others = _run_folded(run, *chunks, output, packed_sums, others, packed)
         own = [x + y for x, y in zip(own, others, strict=True)]
-    queries, pairs = [], jnp.zeros_like(gathered)
+    queries, pairs = [], []
     for half in (0, 1):
         count = spans.num_seeing[:, half]
         pair = _seen_keys(gathered, half, spans, how.axes)
         grads = run(chunks[0][:, half], *pair, *merged(count, half), _before(how, half, spans))
         queries.append(_keep(grads[0], count))
         seen = _keep(jnp.stack(grads[1:]), spans.num_seen[:, half])
-        pairs += _in_place(seen, gathered.shape[2], half, spans)
-    own = [x.reshape(y.shape) for x, y in zip(own, (query, key, value), strict=True)]
-    key_grad, value_grad = _scatter(pairs, how.axes)
-    return own[0] + jnp.stack(queries, axis=1).reshape(query.shape), own[1] + key_grad, own[2] + value_grad, None
+        pairs.append(_in_place(seen, gathered.shape[2], half, spans))
+    before = jnp.stack(queries, axis=1), *scatter(pairs[0] + pairs[1])
+    return *(x.reshape(z.shape) + y.reshape(z.shape) for x, y, z in zip(own, before, saved[:3], strict=True)), None
 
 
 _attend.defvjp(_forward_rule, _backward_rule)
@@ -272,23 +278,13 @@ def _in_row_order(x: jax.Array, dim: int) -> jax.Array:
     return chunks.reshape(*chunks.shape[:dim], -1, *chunks.shape[dim + 2 :])
 
 
-def _by_device(x: jax.Array, num_devices: int, dim: int) -> jax.Array:
-    """Undo `_in_row_order`. Layout: [... T ...] -> [C ... t ...]."""
-    chunks = x.reshape(*x.shape[:dim], 2 * num_devices, -1, *x.shape[dim + 1 :])
-    chunks = jnp.moveaxis(chunks, dim, 0)
-    return jnp.concatenate([chunks[:num_devices], chunks[num_devices:][::-1]], axis=dim + 1)
-
-
 def _gather(key: jax.Array, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Gather the keys and values of rows by one collective. Layout: two of [B t K A] -> [2 B T K A]."""
+    """Gather the keys and values of rows by one collective. Layout: two of [B t K A] -> [2 B T K A].
+
+    The transpose sums gradients of all devices by one reduce-scatter.
+    """
     with jax.named_scope(SCOPE):
         return _in_row_order(jax.lax.all_gather(jnp.stack([key, value]), axes), 2)
-
-
-def _scatter(grads: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Sum gradients over devices, and keep this device's tokens. Layout: [2 B T K A] -> [2 B t K A]."""
-    with jax.named_scope(SCOPE):
-        return jax.lax.psum_scatter(_by_device(grads, jax.lax.axis_size(axes), 2), axes, scatter_dimension=0)
 
 
 def _seen_keys(gathered: jax.Array, half: int, spans: _Spans, axes: tuple[str, ...]) -> jax.Array:
