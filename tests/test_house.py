@@ -34,8 +34,8 @@ ALLOWED = {
     "layout": ("arguments", "compat", "launch.hosts"),
     "modules": ("arguments", "layout"),
     "context": ("arguments", "compat", "layout.mesh"),
-    "engine": ("arguments", "compat", "layout", "modules"),
-    "train": ("arguments", "compat", "layout", "modules", "engine", "launch.hosts"),
+    "engine": ("arguments", "compat", "context.rows", "layout", "modules"),
+    "train": ("arguments", "compat", "context.rows", "layout", "modules", "engine", "launch.hosts"),
     "checkpoint": (
         "arguments",
         "lazy",
