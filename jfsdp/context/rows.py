@@ -23,7 +23,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import AxisType
 
 from jfsdp.arguments import checked
@@ -67,7 +66,8 @@ def whole_rows(x: Any) -> jax.Array:
     if not axes:
         return x
     with jax.named_scope(SCOPE):
-        return in_row_order(jax.lax.all_gather(x, axes, axis=1, tiled=True), jax.lax.axis_size(axes))
+        parts = jnp.moveaxis(jax.lax.all_gather(x, axes), 0, 1)
+        return in_row_order(parts.reshape(x.shape[0], -1, *x.shape[2:]), parts.shape[1])
 
 
 def in_row_order(x: jax.Array, size: int, *, back: bool = False) -> jax.Array:
@@ -77,9 +77,10 @@ def in_row_order(x: jax.Array, size: int, *, back: bool = False) -> jax.Array:
     """
     if not is_zigzag():
         return x
-    order = np.stack([np.arange(size), 2 * size - 1 - np.arange(size)], axis=1).reshape(-1)
     chunks = x.reshape(x.shape[0], 2 * size, -1, *x.shape[2:])
-    return chunks[:, order if back else np.argsort(order)].reshape(x.shape)
+    if back:
+        return jnp.stack([chunks[:, :size], chunks[:, size:][:, ::-1]], axis=2).reshape(x.shape)
+    return jnp.concatenate([chunks[:, ::2], chunks[:, 1::2][:, ::-1]], axis=1).reshape(x.shape)
 
 
 def own_tokens(x: jax.Array) -> jax.Array:
