@@ -3,6 +3,7 @@
 import functools
 import itertools
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -216,19 +217,28 @@ def test_cudnn_copies_keys_for_each_query_head_in_older_jax(monkeypatch):
     monkeypatch.setattr(cudnn, "counts_query_heads", lambda: True)
     query, key = (jax.ShapeDtypeStruct((2, 16, num, 64), jnp.bfloat16) for num in (8, 2))
     reach = Reach(documents=jnp.zeros((2, 16), jnp.int32), max_documents=4)
-    output, sums = jax.eval_shape(lambda *x: cudnn.forward(*x, reach), query, key, key)
-    grads = jax.eval_shape(lambda *x: cudnn.backward(*x, reach), query, key, key, output, sums, output)
+    output, sums = jax.eval_shape(lambda q, k: cudnn.forward(q, k, k, reach), query, key)
+    backward: Any = cudnn.backward
+    grads = jax.eval_shape(lambda *x: backward(*x, reach), query, key, key, output, sums, output)
     assert [x.shape for x in grads] == [query.shape, key.shape, key.shape]
 
 
 def test_cudnn_is_given_every_document_of_a_chunk():
     documents = jnp.array([[3, 3, 3, 7, 8, 8], [0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]], jnp.int32)
     query = jax.ShapeDtypeStruct((3, 6, 2, 8), jnp.bfloat16)
-    (lengths, of_keys, offsets, _), has_too_many = cudnn._lengths(query, Reach(documents=documents, max_documents=4))
-    assert lengths.tolist() == [[3, 1, 2, -1], [6, -1, -1, -1], [1, 1, 1, 1]]
-    assert of_keys.tolist() == lengths.tolist()
+    kind, (lengths, of_keys, offsets, _) = cudnn._lengths(query, Reach(documents=documents, max_documents=4))
+    assert kind == "PADDING_CAUSAL"
+    assert lengths.tolist() == of_keys.tolist() == [[3, 1, 2, -1], [6, -1, -1, -1], [1, 1, 1, 1]]
     assert offsets.tolist() == [[0, 3, 4, -1, -1], [0, -1, -1, -1, -1], [0, 1, 2, 3, -1]]
-    assert has_too_many.tolist() == [False, False, True]
+
+
+def test_rows_with_too_many_documents_are_nan_with_cudnn(monkeypatch):
+    monkeypatch.setattr(cudnn, "_bind", lambda *_, **__: [jnp.ones((2, 6, 2, 8), jnp.bfloat16), None])
+    documents = jnp.array([[0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 3]], jnp.int32)
+    reach = Reach(documents=documents, max_documents=4)
+    array = jnp.ones((2, 6, 2, 8), jnp.bfloat16)
+    output, _ = cudnn.forward(array, array, array, reach)
+    assert jnp.isnan(output).all(axis=(1, 2, 3)).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
