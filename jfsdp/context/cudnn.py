@@ -89,11 +89,11 @@ def _bind(direction: str, query: Any, key: Any, value: Any, more: Any, reach: Re
     )
 
 
-def _lengths(query: jax.Array, reach: Reach) -> tuple[str, tuple[jax.Array, ...]]:
+def _lengths(query: Any, reach: Reach) -> tuple[str, tuple[jax.Array, ...]]:
     """Return cuDNN's mask, and lengths (and offsets of documents) of queries and keys."""
     if reach.documents is not None:
         # At least 2: with 1 the binding ignores offsets.
-        places = jnp.arange(max(reach.max_documents or 0, 2), dtype=jnp.int32)
+        places = jnp.arange(max(reach.max_documents, 2), dtype=jnp.int32)
         counts = jnp.sum(_document_index(reach)[:, :, None] == places, axis=1, dtype=jnp.int32)
         lengths, offsets = (jnp.where(counts > 0, x, -1) for x in (counts, jnp.cumsum(counts, axis=1) - counts))
         offsets = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)

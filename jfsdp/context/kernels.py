@@ -30,14 +30,14 @@ class Reach(NamedTuple):
       keys: [B] int32, number of first keys that these queries see, at least 1. The keys end where the queries begin.
         None: queries and keys are the same tokens, and a query sees itself and the tokens before it.
       documents: [B n] int32, equal for tokens of one document, if queries see only theirs; None: one document.
-      max_documents: maximum number of documents per entry of the batch, for kernels that need it.
+      max_documents: maximum number of documents in n tokens, for kernels that need it; 0: unknown.
       window: number of keys that a query sees, including its own; None: all.
     """
 
     queries: jax.Array | None = None
     keys: jax.Array | None = None
     documents: jax.Array | None = None
-    max_documents: int | None = None
+    max_documents: int = 0
     window: int | None = None
 
 
