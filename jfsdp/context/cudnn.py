@@ -5,10 +5,11 @@
 without an error, and it rounds them to half precision. So the primitives of its forward and backward are bound here.
 Their check of the GPU is in a function that is not called, so it needs no device of this process.
 
-What is relied on: lengths of at least 1 mask the queries and keys from there on, and causal masks are only used between
-equal lengths. What is not: results for masked queries and keys, which the caller replaces.
-In packed rows every token belongs to a document, as in `jax.nn`'s tests of this layout. Statistics of packed rows are
-indexed by document, and are passed back unread.
+Relied on: lengths of at least 1 exclude the queries and keys from there on; a causal mask is only used between equal
+lengths; the backward computes weights as exp(score - statistics), and their mean gradient from the given output. Not
+relied on: results for excluded queries and keys, which the caller replaces. In packed rows every token belongs to a
+document. Their statistics are indexed by document, and only passed back.
+No GPU was available to run this; its programs were compiled for H100s.
 """
 
 from __future__ import annotations
