@@ -9,7 +9,7 @@ Relied on: lengths of at least 1 exclude the queries and keys from there on; a c
 lengths; the backward computes weights as exp(score - statistics), and their mean gradient from the given output. Not
 relied on: results for excluded queries and keys, which the caller replaces. In packed rows every token belongs to a
 document. Their statistics are indexed by document, and only passed back.
-No GPU was available to run this; its programs were compiled for H100s.
+Not yet run on a GPU: programs were compiled for H100s, and read.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ def undefined(kernel):
     def queries_of(reach, query):
         lengths = [x for x in (reach.queries, reach.keys) if x is not None]
         queries = jnp.full(query.shape[0], query.shape[1]) if reach.queries is None else reach.queries
-        is_valid = functools.reduce(jnp.logical_and, [x > 0 for x in lengths], True)
-        return jnp.where(is_valid, queries, 0)  # a length of 0 spoils everything
+        is_valid = functools.reduce(jnp.logical_and, [jnp.all(x > 0) for x in lengths], True)
+        return jnp.where(is_valid, queries, 0)  # a length of 0 spoils the whole call
 
     def forward(query, key, value, reach):
         output, sums = kernel.forward(query, key, value, reach)
