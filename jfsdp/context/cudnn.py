@@ -5,10 +5,11 @@
 without an error, and it rounds them to half precision. So the primitives of its forward and backward are bound here.
 Their check of the GPU is in a function that is not called, so it needs no device of this process.
 
-What is relied on: lengths of at least 1 mask the queries and keys from there on, and causal masks are only used between
-equal lengths. What is not: results for masked queries and keys, which the caller replaces.
-In packed rows every token belongs to a document, as in `jax.nn`'s tests of this layout. Statistics of packed rows are
-indexed by document, and are passed back unread.
+Relied on: lengths of at least 1 exclude the queries and keys from there on; a causal mask is only used between equal
+lengths; the backward computes weights as exp(score - statistics), and their mean gradient from the given output. Not
+relied on: results for excluded queries and keys, which the caller replaces. In packed rows every token belongs to a
+document. Their statistics are indexed by document, and only passed back.
+Not yet run on a GPU: programs were compiled for H100s, and read.
 """
 
 from __future__ import annotations
@@ -47,11 +48,10 @@ def find_problem(query: Any, window: int | None, max_documents: int | None) -> s
 
 
 def forward(query: jax.Array, key: jax.Array, value: jax.Array, reach: Reach) -> tuple[jax.Array, jax.Array]:
-    """Compute attention; see [Note: kernels of gathered keys]. Layout: as kernels.forward; half precision."""
-    lengths, has_too_many = _lengths(query, reach)
-    arrays = query, *(_repeat(x, query, reach) for x in (key, value))
-    output, statistics = _bind("fwd", arrays, lengths, (), reach, is_training=True)
-    if has_too_many is not None:
+    """Compute attention in half precision; see [Note: kernels of gathered keys]."""
+    output, statistics = _bind("fwd", query, key, value, (), reach, is_training=True)
+    if reach.documents is not None:
+        has_too_many = _document_index(reach)[:, -1] >= reach.max_documents
         output = jnp.where(has_too_many[:, None, None, None], jnp.nan, output).astype(output.dtype)
     return output, statistics
 
@@ -60,26 +60,26 @@ def backward(
     query: jax.Array, key: jax.Array, value: jax.Array, output: Any, statistics: Any, grad: Any, reach: Reach
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the gradient of query, key and value; see [Note: kernels of gathered keys]."""
-    lengths, _ = _lengths(query, reach)
-    arrays = query, *(_repeat(x, query, reach) for x in (key, value))
-    grads = _bind("bwd", arrays, lengths, (statistics, output, grad), reach)
-    of_key, of_value = (x.reshape(*key.shape[:3], -1, key.shape[3]).sum(axis=3) for x in grads[1:])
+    grads = _bind("bwd", query, key, value, (statistics, output, grad), reach)
+    of_key, of_value = (x.reshape(*key.shape[:3], -1, key.shape[3]).sum(axis=3) for x in grads[1:])  # of copies
     return grads[0], of_key, of_value
 
 
-def _bind(direction: str, arrays: Any, lengths: Any, more: Any, reach: Reach, **options: Any) -> list[jax.Array]:
+def _bind(direction: str, query: Any, key: Any, value: Any, more: Any, reach: Reach, **options: Any) -> list[jax.Array]:
     """Call a primitive: "fwd" without `more`, or "bwd" with statistics, output and its gradient."""
     binding = cudnn_attention()
     primitive = getattr(binding, f"_dot_product_attention_{direction}_p_wrapper")
     if "score_mod" in inspect.signature(binding.dot_product_attention).parameters:  # since JAX 0.12
         options["score_mod"] = None
-    is_padded = lengths is not None
-    kind = "PADDING" if reach.keys is not None else "PADDING_CAUSAL" if is_padded else "CAUSAL"
-    unused = jnp.zeros(0, arrays[0].dtype)  # bias, pages of keys and of values, and lengths without padding
-    lengths = [unused if x is None else x for x in lengths or [None] * 4]
+    if reach.documents is not None and counts_query_heads():
+        key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    kind, lengths = _lengths(query, reach)
+    unused = jnp.zeros(0, query.dtype)
+    lengths = [*lengths, *[unused] * (4 - len(lengths))]
+    bias, pages = unused, (unused, unused)
     return primitive.bind(
-        *(*arrays, unused, *lengths, unused, unused, *more),
-        scale=arrays[0].shape[-1] ** -0.5,
+        *(query, key, value, bias, *lengths, *pages, *more),
+        scale=query.shape[-1] ** -0.5,
         seed=42,
         dropout_rate=0.0,
         variadic_args=(False, False),
@@ -90,26 +90,23 @@ def _bind(direction: str, arrays: Any, lengths: Any, more: Any, reach: Reach, **
     )
 
 
-def _lengths(query: jax.Array, reach: Reach) -> tuple[Any, jax.Array | None]:
-    """Return lengths and offsets of queries and keys, and whether a row has too many documents."""
+def _lengths(query: Any, reach: Reach) -> tuple[str, tuple[jax.Array, ...]]:
+    """Return cuDNN's mask, and lengths (and offsets of documents) of queries and keys."""
     if reach.documents is not None:
-        assert reach.max_documents is not None
-        is_start = reach.documents[:, 1:] != reach.documents[:, :-1]
-        index = jnp.pad(jnp.cumsum(is_start, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
         # At least 2: with 1 the binding ignores offsets.
-        in_document = index[:, :, None] == jnp.arange(max(reach.max_documents, 2), dtype=jnp.int32)
-        lengths = jnp.sum(in_document, axis=1, dtype=jnp.int32)
-        offsets = jnp.where(lengths > 0, jnp.cumsum(lengths, axis=1) - lengths, -1)
-        lengths = jnp.where(lengths > 0, lengths, -1)
+        places = jnp.arange(max(reach.max_documents, 2), dtype=jnp.int32)
+        counts = jnp.sum(_document_index(reach)[:, :, None] == places, axis=1, dtype=jnp.int32)
+        lengths, offsets = (jnp.where(counts > 0, x, -1) for x in (counts, jnp.cumsum(counts, axis=1) - counts))
         offsets = jnp.pad(offsets, ((0, 0), (0, 1)), constant_values=-1)
-        return (lengths, lengths, offsets, offsets), index[:, -1] >= reach.max_documents
+        return "PADDING_CAUSAL", (lengths, lengths, offsets, offsets)
     if reach.keys is not None:
         queries = jnp.full_like(reach.keys, query.shape[1]) if reach.queries is None else reach.queries
-        return (queries, reach.keys, None, None), None
-    return None if reach.queries is None else (reach.queries, reach.queries, None, None), None
+        return "PADDING", (queries, reach.keys)
+    return ("CAUSAL", ()) if reach.queries is None else ("PADDING_CAUSAL", (reach.queries, reach.queries))
 
 
-def _repeat(x: jax.Array, query: jax.Array, reach: Reach) -> jax.Array:
-    """Copy keys for each query head, where the binding would compute wrong offsets of documents."""
-    copies = query.shape[2] // x.shape[2]
-    return jnp.repeat(x, copies, axis=2) if reach.documents is not None and counts_query_heads() else x
+def _document_index(reach: Reach) -> jax.Array:
+    """Return the index of each token's document in its chunk. Layout: [B n] int32."""
+    assert reach.documents is not None
+    is_start = reach.documents[:, 1:] != reach.documents[:, :-1]
+    return jnp.pad(jnp.cumsum(is_start, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))

@@ -30,14 +30,14 @@ class Reach(NamedTuple):
       keys: [B] int32, number of first keys that these queries see, at least 1. The keys end where the queries begin.
         None: queries and keys are the same tokens, and a query sees itself and the tokens before it.
       documents: [B n] int32, equal for tokens of one document, if queries see only theirs; None: one document.
-      max_documents: maximum number of documents per entry of the batch, for kernels that need it.
+      max_documents: maximum number of documents in n tokens, for kernels that need it; 0: unknown.
       window: number of keys that a query sees, including its own; None: all.
     """
 
     queries: jax.Array | None = None
     keys: jax.Array | None = None
     documents: jax.Array | None = None
-    max_documents: int | None = None
+    max_documents: int = 0
     window: int | None = None
 
 
@@ -47,10 +47,9 @@ def forward(query: jax.Array, key: jax.Array, value: jax.Array, reach: Reach) ->
     Layout:  query [B n H A], key and value [B m K A] -> [B n H A], [B H n]
     Memory:  scores [B H n m], in float32 or wider.
     """
-    scores, is_seen = _scores(query, key, reach)
-    statistics = jax.nn.logsumexp(jnp.where(is_seen, scores, HIDDEN), axis=-1)
-    weights = jnp.where(is_seen, jnp.exp(scores - statistics[..., None]), 0)
-    output = jnp.einsum("bkgnm,bmka->bnkga", weights, value).reshape(query.shape)
+    scores = _scores(query, key, reach)
+    statistics = jax.nn.logsumexp(scores, axis=-1)
+    output = _weighted(jnp.exp(scores - statistics[..., None]), value)
     return output.astype(query.dtype), statistics.reshape(query.shape[0], query.shape[2], -1)
 
 
@@ -58,40 +57,40 @@ def backward(
     query: jax.Array, key: jax.Array, value: jax.Array, output: Any, statistics: Any, grad: Any, reach: Reach
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Compute the gradient of query, key and value; see [Note: kernels of gathered keys]."""
-    num_keys = key.shape[2]
-    scores, is_seen = _scores(query, key, reach)
-    split = statistics.reshape(*scores.shape[:3], -1)
-    weights = jnp.where(is_seen, jnp.exp(scores - split[..., None]), 0)
-    grad, output = (_groups(x, num_keys).astype(weights.dtype) for x in (grad, output))
-    products = jnp.einsum("bnkga,bmka->bkgnm", grad, value)
-    grad_scores = weights * (products - jnp.einsum("bnkga,bnkga->bkgn", grad, output)[..., None])
-    grad_scores *= query.shape[-1] ** -0.5
-    grad_query = jnp.einsum("bkgnm,bmka->bnkga", grad_scores, key).reshape(query.shape)
-    grad_key = jnp.einsum("bkgnm,bnkga->bmka", grad_scores, _groups(query, num_keys))
-    grad_value = jnp.einsum("bkgnm,bnkga->bmka", weights, grad)
-    return grad_query.astype(query.dtype), grad_key.astype(key.dtype), grad_value.astype(value.dtype)
+    grad = grad.astype(statistics.dtype)
+    means = jnp.sum(output * grad, axis=-1).swapaxes(1, 2)  # of the gradients of a query's weights, [B H n]
+
+    def total(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        # Its gradient is that of attention: the derivative of a softmax subtracts the mean.
+        scores = _scores(query, key, reach)
+        of_heads, of_means = (x.reshape(*scores.shape[:4], 1) for x in (statistics, means))
+        weights = jnp.exp(scores - of_heads)
+        return jnp.sum(_weighted(weights, value) * grad) - jnp.sum(weights * of_means)
+
+    return jax.grad(total, argnums=(0, 1, 2))(query, key, value)
 
 
-def _groups(x: jax.Array, num_keys: int) -> jax.Array:
-    """Split heads by the key head that they share. Layout: [B n H A] -> [B n K H/K A]."""
-    return x.reshape(*x.shape[:2], num_keys, -1, x.shape[3])
+def _weighted(weights: jax.Array, value: jax.Array) -> jax.Array:
+    """Sum values by weights. Layout: [B K H/K n m], [B m K A] -> [B n H A]."""
+    output = jnp.einsum("bkgnm,bmka->bnkga", weights, value)
+    return output.reshape(*output.shape[:2], -1, output.shape[-1])
 
 
-def _scores(query: jax.Array, key: jax.Array, reach: Reach) -> tuple[jax.Array, jax.Array]:
-    """Return scores and which of them count. Layout: [B K H/K n m], [B 1 1 n m]."""
+def _scores(query: jax.Array, key: jax.Array, reach: Reach) -> jax.Array:
+    """Return scores, and -1e30 for keys that a query does not see. Layout: [B K H/K n m], in float32 or wider."""
     wide = jnp.promote_types(jnp.float32, query.dtype)
-    scores = jnp.einsum("bnkga,bmka->bkgnm", _groups(query, key.shape[2]), key, preferred_element_type=wide)
+    query = query.reshape(*query.shape[:2], key.shape[2], -1, query.shape[3])
+    scores = jnp.einsum("bnkga,bmka->bkgnm", query, key, preferred_element_type=wide) * query.shape[-1] ** -0.5
     rows, columns = jnp.arange(query.shape[1])[:, None], jnp.arange(key.shape[1])[None]
-    distance = (rows - columns)[None]  # from a query back to a key
-    if reach.keys is None:
-        is_seen = distance >= 0
-    else:
+    distance, is_seen = (rows - columns)[None], True  # from a query back to a key
+    if reach.keys is not None:
         distance += reach.keys[:, None, None]
         is_seen = columns < reach.keys[:, None, None]
+    is_seen &= distance >= 0
     if reach.window is not None:
         is_seen &= distance < reach.window
     if reach.queries is not None:
         is_seen &= rows < reach.queries[:, None, None]
     if reach.documents is not None:
         is_seen &= reach.documents[:, :, None] == reach.documents[:, None, :]
-    return scores * query.shape[-1] ** -0.5, is_seen[:, None, None]
+    return jnp.where(is_seen[:, None, None], scores, HIDDEN)

@@ -39,7 +39,7 @@ class _How(NamedTuple):
     axes: tuple[str, ...]
     window: int | None
     kernel: str
-    max_documents: int | None
+    max_documents: int
 
 
 class _Spans(NamedTuple):
@@ -138,7 +138,7 @@ def attend_keys(
     if problem:
         raise ValueError(f"attention with context_by='keys': {problem}")
     spans = _find_spans(segment_ids, query.shape[0], num_tokens, axes)
-    return _attend(_How(axes, window, kernel, max_documents), query, key, value, spans)
+    return _attend(_How(axes, window, kernel, max_documents or 0), query, key, value, spans)
 
 
 def _find_spans(segment_ids: jax.Array | None, num_rows: int, num_tokens: int, axes: tuple[str, ...]) -> _Spans:

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import types
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +29,10 @@ def _wide():
         yield
 
 
-def make_mesh(axes):
+def make_mesh(axes, devices=None):
     """A mesh of axis `context`, or of two axes that split rows together."""
     names = [f"context_{i}" for i in range(len(axes))] if len(axes) > 1 else ["context"]
-    return Mesh(np.array(jax.devices()[: np.prod(axes)]).reshape(axes), names)
+    return Mesh(np.array((devices or jax.devices())[: np.prod(axes)]).reshape(axes), names)
 
 
 def inputs(heads, num_keys, seed=0):
@@ -87,7 +88,7 @@ def with_grads(attend, weights):
 
 def distance(found, expected):
     pairs = zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True)
-    return max(float(np.max(np.abs(x - y)) / max(np.max(np.abs(y)), 1)) for x, y in pairs)
+    return np.max([np.max(np.abs(x - y)) / max(np.max(np.abs(y)), 1) for x, y in pairs])  # NaN if any is
 
 
 COLUMNS = {
@@ -118,7 +119,10 @@ def test_keys_equal_one_device_in_every_combination(row):
 
 
 def undefined(kernel):
-    """The kernel of plain JAX, with NaN where a kernel may write anything: excluded queries and keys."""
+    """The kernel of plain JAX, with NaN where a kernel may write anything: excluded queries and keys.
+
+    Its backward also computes excluded queries: only their statistics and gradients exclude them.
+    """
 
     def fill(x, count, dim):
         dim %= x.ndim
@@ -128,8 +132,8 @@ def undefined(kernel):
     def queries_of(reach, query):
         lengths = [x for x in (reach.queries, reach.keys) if x is not None]
         queries = jnp.full(query.shape[0], query.shape[1]) if reach.queries is None else reach.queries
-        is_valid = functools.reduce(jnp.logical_and, [x > 0 for x in lengths], True)
-        return jnp.where(is_valid, queries, 0)  # a length of 0 spoils everything
+        is_valid = functools.reduce(jnp.logical_and, [jnp.all(x > 0) for x in lengths], True)
+        return jnp.where(is_valid, queries, 0)  # a length of 0 spoils the whole call
 
     def forward(query, key, value, reach):
         output, sums = kernel.forward(query, key, value, reach)
@@ -137,8 +141,9 @@ def undefined(kernel):
         return fill(output, count, 1), fill(sums, count, -1)
 
     def backward(query, key, value, *more):
-        grads = kernel.backward(query, key, value, *more)
-        count, reach = queries_of(more[-1], query), more[-1]
+        *given, reach = more
+        grads = kernel.backward(query, key, value, *given, reach._replace(queries=None))
+        count = queries_of(reach, query)
         if reach.keys is None:
             return tuple(fill(x, count, 1) for x in grads)
         return fill(grads[0], count, 1), *(fill(x, reach.keys, 1) for x in grads[1:])
@@ -180,14 +185,14 @@ def wire(mesh, arrays, remat="no remat", **options):
     specs = (spec,) * len(arrays)
     mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(P(), (spec,) * 3), check_vma=False)
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec)) for x in arrays]
-    program = jax.jit(mapped).lower(*shapes).compile().as_text()
+    program = jax.jit(mapped).lower(*shapes).compile().as_text() or ""
     return hlo.wire_bytes(hlo.collectives(program, mesh.size)), program
 
 
 @pytest.mark.parametrize(("remat", "num_gathers"), [("no remat", 2), ("full", 3), ("saved", 2)])
-@pytest.mark.parametrize("axes", [(4,), (2, 4)])
+@pytest.mark.parametrize("axes", [(8,), (2, 4)])
 def test_bytes_are_those_of_the_formula(axes, remat, num_gathers):
-    mesh = make_mesh(axes)
+    mesh = make_mesh(axes, hlo.h100s(1))
     found, _ = wire(mesh, inputs(4, 2)[:3], remat)
     keys_of_rows = ROWS * TOKENS * 2 * 2 * SIZE * 8 * (mesh.size - 1) // mesh.size
     assert found == {("all-gather", "f64"): num_gathers * keys_of_rows, ("reduce-scatter", "f64"): keys_of_rows}
@@ -200,7 +205,7 @@ def test_segment_ids_cost_4_bytes_per_token():
 
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_cudnn_computes_each_part_once_on_h100s(is_packed):
-    mesh = Mesh(np.array(hlo.h100s(1)).reshape(8), ["context"])
+    mesh = make_mesh((8,), hlo.h100s(1))
     tokens, heads, num_keys, size = 8192, 8, 2, 128
     arrays = [jax.ShapeDtypeStruct((1, tokens, num, size), jnp.bfloat16) for num in (heads, num_keys, num_keys)]
     if is_packed:
@@ -216,19 +221,28 @@ def test_cudnn_copies_keys_for_each_query_head_in_older_jax(monkeypatch):
     monkeypatch.setattr(cudnn, "counts_query_heads", lambda: True)
     query, key = (jax.ShapeDtypeStruct((2, 16, num, 64), jnp.bfloat16) for num in (8, 2))
     reach = Reach(documents=jnp.zeros((2, 16), jnp.int32), max_documents=4)
-    output, sums = jax.eval_shape(lambda *x: cudnn.forward(*x, reach), query, key, key)
-    grads = jax.eval_shape(lambda *x: cudnn.backward(*x, reach), query, key, key, output, sums, output)
+    output, sums = jax.eval_shape(lambda q, k: cudnn.forward(q, k, k, reach), query, key)
+    backward: Any = cudnn.backward
+    grads = jax.eval_shape(lambda *x: backward(*x, reach), query, key, key, output, sums, output)
     assert [x.shape for x in grads] == [query.shape, key.shape, key.shape]
 
 
 def test_cudnn_is_given_every_document_of_a_chunk():
     documents = jnp.array([[3, 3, 3, 7, 8, 8], [0, 0, 0, 0, 0, 0], [1, 2, 3, 4, 5, 6]], jnp.int32)
     query = jax.ShapeDtypeStruct((3, 6, 2, 8), jnp.bfloat16)
-    (lengths, of_keys, offsets, _), has_too_many = cudnn._lengths(query, Reach(documents=documents, max_documents=4))
-    assert lengths.tolist() == [[3, 1, 2, -1], [6, -1, -1, -1], [1, 1, 1, 1]]
-    assert of_keys.tolist() == lengths.tolist()
+    kind, (lengths, of_keys, offsets, _) = cudnn._lengths(query, Reach(documents=documents, max_documents=4))
+    assert kind == "PADDING_CAUSAL"
+    assert lengths.tolist() == of_keys.tolist() == [[3, 1, 2, -1], [6, -1, -1, -1], [1, 1, 1, 1]]
     assert offsets.tolist() == [[0, 3, 4, -1, -1], [0, -1, -1, -1, -1], [0, 1, 2, 3, -1]]
-    assert has_too_many.tolist() == [False, False, True]
+
+
+def test_rows_with_too_many_documents_are_nan_with_cudnn(monkeypatch):
+    monkeypatch.setattr(cudnn, "_bind", lambda *_, **__: [jnp.ones((2, 6, 2, 8), jnp.bfloat16), None])
+    documents = jnp.array([[0, 0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 3]], jnp.int32)
+    reach = Reach(documents=documents, max_documents=4)
+    array = jnp.ones((2, 6, 2, 8), jnp.bfloat16)
+    output, _ = cudnn.forward(array, array, array, reach)
+    assert jnp.isnan(output).all(axis=(1, 2, 3)).tolist() == [True, False]
 
 
 @pytest.mark.parametrize(
