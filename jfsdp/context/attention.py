@@ -129,8 +129,8 @@ def _by_heads(
 def _by_keys(axes: tuple[str, ...], options: dict[str, Any], *arrays: jax.Array) -> jax.Array:
     """Compute attention of this device's tokens over gathered keys, inside a `shard_map`."""
     if is_zigzag():
-        return attend_keys(*arrays, axes=axes, **options)
-    return to_zigzag(attend_keys(*(to_zigzag(x, axes) for x in arrays), axes=axes, **options), axes, back=True)
+        return attend_keys(*arrays, **options)
+    return to_zigzag(attend_keys(*(to_zigzag(x, axes) for x in arrays), **options), axes, back=True)
 
 
 def _check_heads(query: Any, split: _Split) -> None:

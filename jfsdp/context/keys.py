@@ -21,22 +21,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from jfsdp.arguments import Count, checked
 from jfsdp.context import cudnn, kernels
 from jfsdp.context.kernels import HIDDEN, Reach
+from jfsdp.context.rows import own_axes, positions, whole_rows, zigzag_rows
 
 KERNELS: dict[str, ModuleType] = {"xla": kernels, "cudnn": cudnn}
 NAME = "attention"  # of output and statistics, in remat policies
-SCOPE = "jfsdp.context"  # in the names of collectives
 
 
 class _How(NamedTuple):
     """Static arguments of a call; see `attend_keys`."""
 
-    axes: tuple[str, ...]
     window: int | None
     kernel: str
     max_documents: int
@@ -60,31 +58,6 @@ class _Spans(NamedTuple):
     documents: jax.Array | None = None
 
 
-def zigzag(seq_len: int, parts: int) -> np.ndarray:
-    """Return the order of a row's tokens in which each of `parts` devices has two chunks; see [Note: gathered keys].
-
-    Layout:  [T] int; `row[zigzag(T, C)]` is then split evenly. Its `argsort` undoes it.
-
-    Raises:
-      ValueError: if the row cannot be split into 2 * parts equal chunks.
-    """
-    if seq_len % (2 * parts):
-        raise ValueError(
-            f"rows of {seq_len} tokens cannot be split into {2 * parts} equal chunks, two for each of {parts} devices; "
-            f"use {-(-seq_len // (2 * parts)) * 2 * parts} tokens"
-        )
-    chunks = np.arange(seq_len).reshape(2 * parts, -1)
-    return np.stack([chunks[:parts], chunks[parts:][::-1]], axis=1).reshape(-1)
-
-
-def own_positions(num_tokens: int, axes: tuple[str, ...]) -> jax.Array:
-    """Return the positions in the row of this device's tokens. Layout: [1 t] int32, inside a `shard_map`."""
-    index, size = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
-    chunks = jnp.stack([index, 2 * size - 1 - index]).astype(jnp.int32)
-    length = num_tokens // 2
-    return (chunks[:, None] * length + jnp.arange(length, dtype=jnp.int32)).reshape(1, -1)
-
-
 @checked
 def attend_keys(
     query: Any,
@@ -92,7 +65,6 @@ def attend_keys(
     value: Any,
     segment_ids: Any = None,
     *,
-    axes: tuple[str, ...],
     causal: bool = True,
     window: Count | None = None,
     kernel: str = "xla",
@@ -100,7 +72,7 @@ def attend_keys(
 ) -> jax.Array:
     """Compute attention of this device's tokens over their whole rows, inside a manual `shard_map`.
 
-    Layout:  query [B t H A], key and value [B t K A] -> [B t H A], with t = T/C tokens in the order of `zigzag`.
+    Layout:  query [B t H A], key and value [B t K A] -> [B t H A], with t = T/C tokens in zigzag order.
     Cost:    an all-gather of T*2K*A values forward and one backward, and a reduce-scatter of as many backward;
              (C-1)/C of them are sent. With segment ids also an all-gather of 4 bytes per token of the row.
     Memory:  keys and values of whole rows twice (as gathered, in order), and their gradients.
@@ -110,7 +82,6 @@ def attend_keys(
 
     Args:
       segment_ids: [B t] int32. A token sees only its document: its run of equal ids in the row. Padding is one, too.
-      axes: mesh axes that split the row, major first.
       window: number of keys that a query sees, including its own; None: all earlier keys.
       kernel: "xla", with scores in memory; "cudnn", in half precision.
       max_documents: maximum number of documents per chunk of t/2 tokens; "cudnn" requires it with segment ids, and the
@@ -119,7 +90,7 @@ def attend_keys(
     Raises:
       ValueError: for chunks, heads and options that the kernel does not support.
     """
-    size, num_tokens = jax.lax.axis_size(axes), query.shape[1]
+    size, num_tokens = jax.lax.axis_size(own_axes()), query.shape[1]
     window = None if window is None or window >= num_tokens * size else window
     problem = ""
     if not causal:
@@ -137,24 +108,20 @@ def attend_keys(
         problem = cudnn.find_problem(query, window, None if segment_ids is None else max_documents or 0)
     if problem:
         raise ValueError(f"attention with context_by='keys': {problem}")
-    spans = _find_spans(segment_ids, query.shape[0], num_tokens, axes)
-    return _attend(_How(axes, window, kernel, max_documents or 0), query, key, value, spans)
+    with zigzag_rows(True):
+        spans = _find_spans(query, segment_ids)
+    return _attend(_How(window, kernel, max_documents or 0), query, key, value, spans)
 
 
-def _find_spans(segment_ids: jax.Array | None, num_rows: int, num_tokens: int, axes: tuple[str, ...]) -> _Spans:
+def _find_spans(query: jax.Array, segment_ids: jax.Array | None) -> _Spans:
     """Return what the queries of this device's chunks see before them; gathers the segment ids."""
-    length = num_tokens // 2
-    positions = own_positions(num_tokens, axes)[0]
-    begins = positions[::length]
+    places, length = positions(query)[0], query.shape[1] // 2
     if segment_ids is None:
-        num_seen = jnp.broadcast_to(begins, (num_rows, 2))
+        num_seen = jnp.broadcast_to(places[::length], (query.shape[0], 2))
         return _Spans(num_seen, jnp.where(num_seen > 0, jnp.int32(length), 0))
-    ids = _in_row_order(jax.lax.all_gather(segment_ids, axes), 1)
-    index = jnp.arange(ids.shape[1], dtype=jnp.int32)
-    is_start = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    documents = jax.lax.cummax(jnp.where(is_start, index, 0), axis=1)[:, positions].reshape(num_rows, 2, length)
+    documents = (places - positions(query, segment_ids)).reshape(-1, 2, length)
     num_first = jnp.sum(documents == documents[..., :1], axis=-1, dtype=jnp.int32)
-    num_seen = begins - documents[..., 0]
+    num_seen = places[::length] - documents[..., 0]
     return _Spans(num_seen, jnp.where(num_seen > 0, num_first, 0), num_first, documents[..., 0], documents)
 
 
@@ -166,14 +133,15 @@ def _attend(how: _How, query: jax.Array, key: jax.Array, value: jax.Array, spans
 def _forward(how: _How, query: jax.Array, key: jax.Array, value: jax.Array, spans: _Spans) -> tuple[Any, Any]:
     """Return the output, and the statistics that the backward needs."""
     run = KERNELS[how.kernel].forward
-    gathered = _gather(key, value, how.axes)
+    gathered = _gather(key, value)
     chunks = [_chunks(x) for x in (query, key, value)]
+    length = chunks[0].shape[2]
     inside, packed = _inside(how, spans)
     output, sums = _run_folded(run, *chunks, inside)
     output, sums = _keep(output, spans.num_first), _keep_sums(sums, spans.num_first, HIDDEN)
     halves = []
     for half in (0, 1):
-        before = run(chunks[0][:, half], *_seen_keys(gathered, half, spans, how.axes), _before(how, half, spans))
+        before = run(chunks[0][:, half], *_seen_keys(gathered, length, half, spans), _before(how, half, spans))
         count = spans.num_seeing[:, half]
         before = _keep(before[0], count), _keep_sums(before[1], count, HIDDEN)
         halves.append(_merge((output[:, half], sums[:, half]), before))
@@ -195,7 +163,7 @@ def _backward_rule(how: _How, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     run = KERNELS[how.kernel].backward
     # Otherwise XLA may keep the keys that the forward gathered, for every layer without remat.
     key, value = jax.lax.optimization_barrier((key, value))
-    gathered, scatter = jax.vjp(functools.partial(_gather, axes=how.axes), key, value)
+    gathered, scatter = jax.vjp(_gather, key, value)
     chunks = [_chunks(x) for x in (query, key, value)]
     output, grad = _chunks(output), _chunks(grad)
     inside, packed = _inside(how, spans)
@@ -213,7 +181,7 @@ def _backward_rule(how: _How, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     queries, pairs = [], []
     for half in (0, 1):
         count = spans.num_seeing[:, half]
-        pair = _seen_keys(gathered, half, spans, how.axes)
+        pair = _seen_keys(gathered, chunks[0].shape[2], half, spans)
         grads = run(chunks[0][:, half], *pair, *merged(count, half), _before(how, half, spans))
         queries.append(_keep(grads[0], count))
         seen = _keep(jnp.stack(grads[1:]), spans.num_seen[:, half])
@@ -271,27 +239,19 @@ def _run_folded(run: Any, *arguments: Any) -> tuple[jax.Array, ...]:
     return tuple(x.reshape(-1, 2, *x.shape[1:]) for x in results)
 
 
-def _in_row_order(x: jax.Array, dim: int) -> jax.Array:
-    """Layout: [C ... t ...], by device, with `t` at `dim` of one device's array -> [... T ...]."""
-    low, high = jnp.split(x, 2, axis=dim + 1)
-    chunks = jnp.moveaxis(jnp.concatenate([low, high[::-1]]), 0, dim)
-    return chunks.reshape(*chunks.shape[:dim], -1, *chunks.shape[dim + 2 :])
-
-
-def _gather(key: jax.Array, value: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+def _gather(key: jax.Array, value: jax.Array) -> jax.Array:
     """Gather the keys and values of rows by one collective. Layout: two of [B t K A] -> [2 B T K A].
 
     The transpose sums gradients of all devices by one reduce-scatter.
     """
-    with jax.named_scope(SCOPE):
-        return _in_row_order(jax.lax.all_gather(jnp.stack([key, value]), axes), 2)
+    with zigzag_rows(True):
+        return whole_rows(jnp.concatenate([key, value])).reshape(2, key.shape[0], -1, *key.shape[2:])
 
 
-def _seen_keys(gathered: jax.Array, half: int, spans: _Spans, axes: tuple[str, ...]) -> jax.Array:
+def _seen_keys(gathered: jax.Array, length: int, half: int, spans: _Spans) -> jax.Array:
     """Return the keys and values that a chunk may see before it, the first seen one first. Layout: [2 B m K A]."""
-    size = jax.lax.axis_size(axes)
-    num_chunks = 2 * size - 1 if half else max(size - 1, 1)
-    return _roll(gathered, spans, half, -1)[:, :, : gathered.shape[2] // (2 * size) * num_chunks]
+    num_chunks = gathered.shape[2] // length
+    return _roll(gathered, spans, half, -1)[:, :, : length * (num_chunks - 1 if half else max(num_chunks // 2 - 1, 1))]
 
 
 def _in_place(grads: jax.Array, seq_len: int, half: int, spans: _Spans) -> jax.Array:

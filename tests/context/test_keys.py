@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from jfsdp.context import cudnn, kernels, keys
 from jfsdp.context.kernels import Reach
-from jfsdp.context.keys import attend_keys, own_positions, zigzag
+from jfsdp.context.keys import attend_keys
+from jfsdp.context.rows import positions, to_zigzag, whole_rows, zigzag_rows
 from tests import hlo
 from tests.pairwise import cover
 from tests.refusals import refusing
@@ -70,11 +71,17 @@ REMATS = {
 }
 
 
+def zigzag(seq_len, parts):
+    """The order of a row's tokens in which device i of C has the chunks i and 2C-1-i."""
+    chunks = np.arange(seq_len).reshape(2 * parts, -1)
+    return np.stack([chunks[:parts], chunks[parts:][::-1]], axis=1).reshape(-1)
+
+
 def split(axes, ids=None, remat="no remat", **options):
     """Gathered keys over a mesh, from rows in order to rows in order."""
     mesh = make_mesh(axes)
     order = zigzag(TOKENS, mesh.size)
-    attend = REMATS[remat](functools.partial(attend_keys, axes=mesh.axis_names, **options))
+    attend = REMATS[remat](functools.partial(attend_keys, **options))
     arrays = () if ids is None else (ids[:, order],)
     spec = P(None, mesh.axis_names)
     mapped = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * (3 + len(arrays)), out_specs=spec, check_vma=False)
@@ -160,16 +167,22 @@ def test_what_a_kernel_leaves_undefined_is_never_read(monkeypatch, ids):
     assert distance(found, expected) < LIMIT
 
 
-@pytest.mark.parametrize("axes", [(4,), (2, 4)])
+@pytest.mark.parametrize("axes", [(2,), (4,), (8,), (2, 4)])
 def test_zigzag_gives_each_device_an_early_and_a_late_chunk(axes):
     mesh = make_mesh(axes)
-    order = zigzag(TOKENS, mesh.size)
-    assert sorted(order) == list(range(TOKENS))
-    spec = P(None, mesh.axis_names)
-    mapped = jax.shard_map(
-        lambda: own_positions(TOKENS // mesh.size, mesh.axis_names), mesh=mesh, in_specs=(), out_specs=spec
-    )
-    assert jax.jit(mapped)()[0].tolist() == order.tolist()
+    order, rows, spec = zigzag(TOKENS, mesh.size), jnp.arange(2 * TOKENS).reshape(2, -1), P(None, mesh.axis_names)
+
+    def local(x):
+        moved = to_zigzag(x, mesh.axis_names)
+        with zigzag_rows(True):
+            return moved, positions(x), to_zigzag(moved, mesh.axis_names, back=True), whole_rows(moved)
+
+    specs = (spec, spec, spec, P())
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=specs, check_vma=False)
+    moved, places, back, whole = jax.jit(mapped)(rows)
+    assert places[0].tolist() == order.tolist()
+    assert moved.tolist() == rows[:, order].tolist()
+    assert back.tolist() == whole.tolist() == rows.tolist()
     work = (order + 1).reshape(mesh.size, -1).sum(axis=1)
     assert set(work) == {TOKENS * (TOKENS + 1) // 2 // mesh.size}
 
@@ -177,7 +190,7 @@ def test_zigzag_gives_each_device_an_early_and_a_late_chunk(axes):
 def wire(mesh, arrays, remat="no remat", **options):
     """Bytes that each device sends in a forward and a backward, by kind and dtype of collective; and the program."""
     spec = P(None, mesh.axis_names)
-    attend = REMATS[remat](functools.partial(attend_keys, axes=mesh.axis_names, **options))
+    attend = REMATS[remat](functools.partial(attend_keys, **options))
 
     def local(*x):
         return jax.value_and_grad(lambda *qkv: jnp.sum(jnp.sin(attend(*qkv, *x[3:]))), argnums=(0, 1, 2))(*x[:3])
@@ -268,11 +281,6 @@ def test_refusals_name_the_option_and_a_remedy(names, sizes, options):
         arrays.append(jax.ShapeDtypeStruct((1, sizes["tokens"]), jnp.int32))
     with refusing(*names):
         wire(make_mesh((8,)), arrays, **options)
-
-
-def test_rows_of_an_odd_number_of_chunks_are_refused_with_the_next_length():
-    with refusing("60 tokens", "16 equal chunks", "use 64"):
-        zigzag(60, 8)
 
 
 def test_half_precision_is_that_of_the_parts():
