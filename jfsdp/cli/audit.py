@@ -10,7 +10,7 @@ from typing import Annotated
 import tyro
 
 from jfsdp.cli.console import BROKEN, make_console
-from jfsdp.layout.mesh import MODEL_AXES
+from jfsdp.layout.mesh import SHARED_AXES
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Real, StepOptions, as_options, optional
 
@@ -46,7 +46,7 @@ class AuditProgram(StepOptions):
             raise ValueError("no program is given; run jfsdp audit FILE")
         module = read_module(Path(self.hlo).expanduser())
         planned = shard_planned(self, num_devices=module.num_partitions or 1)
-        spec, has_axes = planned.step.resolve(planned.batch), planned.model.layout.num_shards(MODEL_AXES) > 1
+        spec, has_axes = planned.step.resolve(planned.batch), planned.model.layout.num_shards(SHARED_AXES) > 1
         reason = as_options(spec.reason)
         report = audit(
             module,

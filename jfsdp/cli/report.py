@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from jfsdp.cli.console import make_console, make_table, print_facts, print_verdict
 from jfsdp.layout.layout import num_parameters
-from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
+from jfsdp.layout.mesh import SHARED_AXES, num_data_shards
 from jfsdp.layout.report import describe_mesh, frozen_leaves, show_bytes, summary
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.memory.peak import largest_buffers
@@ -127,7 +127,7 @@ def _facts(plan: Plan, job: StepOptions, training: Training | None, verbose: boo
 
 
 def _batch(plan: Plan, job: StepOptions) -> str:
-    work, where = plan.work, "data shard" if plan.layout.num_shards(MODEL_AXES) > 1 else "GPU"
+    work, where = plan.work, "data shard" if plan.layout.num_shards(SHARED_AXES) > 1 else "GPU"
     length = f" x {work.items // work.rows:,} tokens" if work.item == "token" else ""
     total = work.items * num_data_shards(dict(plan.layout.mesh_sizes))
     parts = f", in {job.accumulate} microbatches" if job.accumulate > 1 else ""

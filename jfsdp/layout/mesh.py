@@ -32,6 +32,7 @@ AXES = (*DATA_AXES, PIPE, "tensor")
 OUTER_FIRST = (PIPE, *DATA_AXES, "tensor")
 GROUP_AXES = ("fsdp", CONTEXT)  # a strategy shards over these and replicates over the other data axes
 MODEL_AXES = ("tensor", PIPE)  # the model is split over these: its computation, or its layers
+SHARED_AXES = (*MODEL_AXES, CONTEXT)  # the devices along these share rows, and send activations
 _MEANT = {"dp": "replica", "dp_replicate": "replica", "dp_shard": "fsdp", "tp": "tensor", "pp": PIPE}
 _MEANT |= {"cp": CONTEXT, "sp": CONTEXT, "sequence": CONTEXT, "ulysses": CONTEXT}
 _PLACES = [OUTER_FIRST.index(axis) for axis in AXES]

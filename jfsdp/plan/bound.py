@@ -11,7 +11,7 @@ import numpy as np
 from jfsdp.arguments import checked
 from jfsdp.engine.movements import movements
 from jfsdp.layout.layout import Layout, num_parameters
-from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
+from jfsdp.layout.mesh import OUTER_FIRST, SHARED_AXES
 from jfsdp.layout.precision import item_bytes
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.plan import Work, check_cluster, rows_of
@@ -104,7 +104,7 @@ def make_bound(step: TrainStep, batch: Any, cluster: Cluster, work: Work | None 
     for move in moves:  # at the best bandwidth of device 0's group
         group = devices[tuple(slice(None) if axis in move.axes else 0 for axis in OUTER_FIRST)].flatten().tolist()
         wire_s += move.wire_bytes / cluster.group_bandwidth(group[: move.group_size], _LARGE_BYTES)
-    items = work.items / layout.num_shards(MODEL_AXES)  # the minimum, if the model splits all of its computation
+    items = work.items / layout.num_shards(SHARED_AXES)  # the minimum, if the model splits all of its computation
     flops = _least_flops(layout, work) * _passes_per_microbatch(step, work)
     return Bound(
         layout=layout,

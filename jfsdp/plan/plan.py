@@ -19,7 +19,7 @@ from jfsdp.arguments import Count, Size, checked
 from jfsdp.engine.options import is_gpu
 from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.layout import Layout
-from jfsdp.layout.mesh import MODEL_AXES, num_data_shards
+from jfsdp.layout.mesh import SHARED_AXES, num_data_shards
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.hlo.collectives import find_collectives
@@ -162,9 +162,9 @@ class Plan:
     def step_range_s(self) -> tuple[float, float] | None:
         """Estimated range of seconds, which contains the measured time of nine of ten published runs.
 
-        None if no published run was compared: for other GPUs, and for meshes with axis `tensor` or `pipe`.
+        None if no published run was compared: for other GPUs, and for meshes with axis `tensor`, `pipe` or `context`.
         """
-        if self.cluster.gpu.name not in COMPARED_GPUS or self.layout.num_shards(MODEL_AXES) > 1:
+        if self.cluster.gpu.name not in COMPARED_GPUS or self.layout.num_shards(SHARED_AXES) > 1:
             return None
         low, high = CLOCK_RANGE
         return self.step_s * low, self.step_s * high
@@ -185,8 +185,8 @@ class Plan:
 
     @property
     def items_per_s(self) -> float:
-        """Tokens (or rows) per second and GPU. Devices along the model axes share them."""
-        return self.work.items / self.layout.num_shards(MODEL_AXES) / self.step_s
+        """Tokens (or rows) per second and GPU. Devices along axes `tensor`, `pipe` and `context` share them."""
+        return self.work.items / self.layout.num_shards(SHARED_AXES) / self.step_s
 
     @property
     def mfu(self) -> float | None:

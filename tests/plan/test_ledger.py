@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from jfsdp.engine.movements import movements, wire_bytes
+from jfsdp.engine.movements import movements
 from jfsdp.plan.hlo.collectives import Collective, find_collectives
 from jfsdp.plan.hlo.op_names import split_names
 from jfsdp.plan.hlo.parse import Shape, parse_module
@@ -92,8 +92,7 @@ def layout(strategy="full_shard", mesh=(), **config):
 
 def collective(kind, *shapes, dtype="bf16", op_name="", count=1, group=tuple(range(8))):
     parts = tuple(Shape(dtype, shape) for shape in shapes)
-    size = sum(wire_bytes(kind, part.num_bytes, len(group)) for part in parts)
-    return Collective(kind, f"{kind}.1", parts, dtype, group, count, {dtype: size}, "main", 0, 1, False, op_name)
+    return Collective(kind, f"{kind}.1", parts, dtype, group, count, "main", 0, 1, False, op_name)
 
 
 UP, QUERY, EMBEDDING = (1024, 2048), (1024, 1024), (4096, 1024)

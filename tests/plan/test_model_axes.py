@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import parse_module
-from jfsdp.plan.traffic.attribution import is_over_model_axes
+from jfsdp.plan.traffic.attribution import split_activations
 from jfsdp.plan.traffic.audit import audit
 from jfsdp.plan.traffic.checks import excess_elements
 from jfsdp.plan.traffic.ledger import OWN, make_ledger
@@ -49,7 +49,7 @@ def test_weights_move_as_theory_says_and_the_models_own_is_told_apart(kind):
     assert {row.axes for row in own} == {("tensor",)}
     assert {row.expected_bytes for row in own} == {0.0}
     assert found.own_bytes == pytest.approx(
-        sum(item.total_bytes for item in collectives if is_over_model_axes(layout, item))
+        sum(item.total_bytes for item in collectives if split_activations(layout, item)[0].parts)
     )
     rest = [row for row in found.rows if row.what not in (OWN, "scalars")]
     both = [row for row in rest if row.axes == ("fsdp", "tensor")]  # XLA sums vectors over all that saw other tokens

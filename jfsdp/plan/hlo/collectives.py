@@ -30,8 +30,6 @@ class Collective:
       dtype: element type of the largest part.
       group: device ids of the first group.
       count: executions per step.
-      wire_bytes: sent per device and execution.
-      wire_by_dtype: the same by element type.
       computation: the computation whose schedule contains it.
       start, done: its positions in that schedule; equal if it is synchronous, so that nothing overlaps with it.
       in_loop: whether it is in the body of a loop.
@@ -44,7 +42,6 @@ class Collective:
     dtype: str
     group: tuple[int, ...]
     count: int
-    wire_by_dtype: Mapping[str, float]
     computation: str
     start: int
     done: int
@@ -57,7 +54,16 @@ class Collective:
         return len(self.group)
 
     @functools.cached_property
+    def wire_by_dtype(self) -> Mapping[str, float]:
+        """Bytes sent per device and execution, by element type."""
+        sent: dict[str, float] = {}
+        for part in self.parts:
+            sent[part.dtype] = sent.get(part.dtype, 0.0) + wire_bytes(self.kind, part.num_bytes, self.group_size)
+        return sent
+
+    @functools.cached_property
     def wire_bytes(self) -> float:
+        """Bytes sent per device and execution."""
         return sum(self.wire_by_dtype.values())
 
     @property
@@ -136,9 +142,6 @@ def _collective(
     group = read_group(instruction.attributes.partition("metadata={")[0], num_devices)
     is_single = outer is instruction or sum(1 for found in place.instructions if collective_kind(found)) == 1
     parts = _parts(module, kind, place, instruction)
-    by_dtype: dict[str, float] = dict.fromkeys((part.dtype for part in parts), 0.0)
-    for part in parts:
-        by_dtype[part.dtype] += wire_bytes(kind, part.num_bytes, len(group))
     return Collective(
         kind=kind,
         name=outer.name if is_single else f"{outer.name}/{instruction.name}",
@@ -146,7 +149,6 @@ def _collective(
         dtype=max(parts, key=lambda part: part.num_bytes).dtype,
         group=group,
         count=execution.times,
-        wire_by_dtype=by_dtype,
         computation=execution.computation.name,
         start=outer.index,
         done=find_done(execution.computation, outer),

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jfsdp.extras import load
-from jfsdp.layout.mesh import MODEL_AXES
+from jfsdp.layout.mesh import SHARED_AXES
 from jfsdp.plan.hlo.parse import Module, parse_module
-from jfsdp.plan.traffic.attribution import group_axes, is_over_model_axes
+from jfsdp.plan.traffic.attribution import group_axes, split_activations
 
 if TYPE_CHECKING:
     from jfsdp.plan.plan import Plan
@@ -30,7 +30,7 @@ COLORS = {
     "host": "tab:olive",
 }
 ENDINGS = (".png", ".svg")
-_LANES = {"compute": "compute", "wire": "send", **{axis: axis for axis in MODEL_AXES}, "host": "host"}
+_LANES = {"compute": "compute", "wire": "send", **{axis: axis for axis in SHARED_AXES}, "host": "host"}
 _JOINED = ("matmul", "attention", "memory")  # kinds whose adjacent events are drawn as one bar
 _MIN_SHARE = 0.01  # share of the step from which a loop has a panel
 _MAX_LOOPS = 2  # loops with a panel
@@ -122,7 +122,9 @@ def plot_timeline(plan: Plan, path: str | Path) -> None:
     if Path(path).suffix.lower() not in ENDINGS:
         raise ValueError(f"{path}: a plot is a {' or a '.join(ENDINGS)}; rename it")
     items = (timed.collective for timed in plan.timeline.collectives)
-    own = {one.name: group_axes(plan.layout, one.group)[0] for one in items if is_over_model_axes(plan.layout, one)}
+    own = {
+        one.name: group_axes(plan.layout, one.group)[0] for one in items if split_activations(plan.layout, one)[0].parts
+    }
     units = collective_units(plan.ledger)
     module = parse_module(plan.compiled.text)
     step = [event for event in plan.timeline.events if event.computation == module.entry.name]
@@ -142,7 +144,7 @@ def draw_timeline(
 
     Args:
       units: the unit of each collective, shown in bars that are wide enough.
-      own: the axis (`tensor` or `pipe`) of each collective over model axes. Each axis has a separate lane, although the
+      own: the axis (`tensor`, say) of each collective of activations. Each axis has a separate lane, although the
         simulation runs all collectives on one stream.
       names: of computations, for titles.
       title: text before the seconds of the step.

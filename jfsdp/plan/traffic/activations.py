@@ -1,4 +1,4 @@
-"""Predict the activations that a step must send over the model axes (`tensor`, `pipe`), from its trace.
+"""Predict the activations that a step must send over axes `tensor`, `pipe` and `context`, from its trace.
 
 [Note: theory of activations]
 The trace states the sharding of the weights (from the layout) and of values that the model constrains. Propagation by
@@ -16,7 +16,8 @@ matmul over a sharded dim, say). Reading a value in another form costs a collect
   value added in between separates sums.
 - If another axis shards a value, only a device's part is sent.
 - A sum over two axes is reduced at once. It becomes replicated if one of the axes needs it replicated.
-- A pipeline's explicit collectives over `pipe` count as written. A `pipe` sum of a pending `tensor` sum is one sum over
+- Explicit collectives count as written: a pipeline's over `pipe`, and attention's over `context` (in scope
+  `jfsdp.context`; the other values that this axis splits are the strategy's). A `pipe` sum of a pending `tensor` sum is one sum over
   both axes.
 - Unused values are not sent, but a loop sends in every iteration.
 - The optimizer's update is excluded, since it may mix the elements of a leaf.
@@ -34,19 +35,20 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from jfsdp.compat import dce_jaxpr, manual_axes
+from jfsdp.context import rows as context
 from jfsdp.engine.dataflow import inner_jaxprs, is_literal, scan_counts
 from jfsdp.engine.engine import SCOPE
 from jfsdp.layout.layout import Layout
-from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
+from jfsdp.layout.mesh import CONTEXT, MODEL_AXES, OUTER_FIRST, SUB_AXES
 from jfsdp.plan.hlo.collectives import PERMUTE, wire_bytes
 from jfsdp.plan.hlo.parse import hlo_dtype
-from jfsdp.plan.traffic.forms import ALL_REDUCE, REDUCE_SCATTER, Axis, Loop, Sum, num_bytes
+from jfsdp.plan.traffic.forms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Axis, Loop, Sum, num_bytes
 from jfsdp.train.step.step import Trace
 
 
 @dataclasses.dataclass(frozen=True)
 class Sent:
-    """One value that is sent over a model axis.
+    """One activation that is sent.
 
     Attributes:
       axes: the mesh axis, or the axes of one sum.
@@ -67,7 +69,7 @@ class Sent:
 
 @dataclasses.dataclass(frozen=True)
 class Activations:
-    """The values that a step must send over the model axes; see [Note: theory of activations].
+    """The activations that a step must send; see [Note: theory of activations].
 
     Attributes:
       sent: in the order of the trace.
@@ -79,10 +81,11 @@ class Activations:
 
 
 _EXPLICIT = {"psum": ALL_REDUCE, "psum_invariant": ALL_REDUCE, "ppermute": PERMUTE}
+_EXPLICIT |= {"all_to_all": ALL_TO_ALL, "all_gather": ALL_GATHER, "reduce_scatter": REDUCE_SCATTER}
 
 
 class _Walk:
-    """Propagates shardings through a trace, for all model axes and for the rows of the batch over the data axes."""
+    """Propagates shardings through a trace, for all model axes, and for rows and tokens of the batch."""
 
     def __init__(self, layout: Layout):
         self.sent: list[Sent] = []
@@ -90,19 +93,25 @@ class _Walk:
         self.times = 1
         self.current: dict[Any, tuple[Sent, float]] = {}  # sent values of the current operation, with their bytes
         self.sizes = dict(layout.mesh_sizes)
-        self.rows = Axis(layout.data_axes, layout.num_shards(layout.data_axes))
+        rows = [axis for axis in layout.data_axes if axis != CONTEXT]
+        self.rows = Axis(rows, layout.num_shards(rows))
+        self.tokens = Axis((CONTEXT, *SUB_AXES[CONTEXT]), self.sizes.get(CONTEXT, 1))
         self.model_axes = [Axis((axis,), self.sizes[axis]) for axis in _model_axes(layout)]
-        for axis in self.model_axes:
+        for axis in (*self.model_axes, self.tokens):
             axis.send = functools.partial(self._send, axis)
-        self.axes = (*self.model_axes, self.rows)
+        self.axes = (*self.model_axes, self.rows, self.tokens)
 
     def _send(self, axis: Axis, kind: str, var: Any, eqn: Any) -> None:
-        rows, others = self.rows.read(var), [other for other in self.model_axes if other is not axis]
-        if isinstance(rows, Sum):  # also a sum over the data axes: the strategy's reduction includes it
+        sums = [other for other in (self.rows, self.tokens) if isinstance(other.read(var), Sum)]
+        if sums or not self._is_own(axis, eqn):  # the strategy's reduction includes a sum over data axes
             return
-        is_split = [other for other in (*others, self.rows) if isinstance(other.read(var), int)]
+        is_split = [other for other in self.axes if other is not axis and isinstance(other.read(var), int)]
         size = num_bytes(var.aval) / math.prod(other.parts for other in is_split)
         self._add(kind, var, size, axis.names, eqn)
+
+    def _is_own(self, axis: Axis, eqn: Any) -> bool:
+        """Return whether a collective over an axis is of activations."""
+        return axis is not self.tokens or context.SCOPE in str(eqn.source_info.name_stack)
 
     def _add(self, kind: str, var: Any, size: float, axes: Collection[str], eqn: Any) -> None:
         """Record a sent value; one operation's collectives of a value over several axes are one collective."""
@@ -141,14 +150,14 @@ class _Walk:
             self.run(inner)
             self._pass(inner.outvars, eqn.outvars)
         else:
-            for axis in self.model_axes:
-                if _is_collective(eqn, axis.names):
+            for axis in (*self.model_axes, self.tokens):
+                if _is_collective(eqn, axis.names) and self._is_own(axis, eqn):
                     self._run_explicit(axis, eqn)
             for axis in self.axes:
                 axis.compute(eqn)
 
     def _run_explicit(self, axis: Axis, eqn: Any) -> None:
-        """Record an explicit collective over an axis, of the kinds that a pipeline uses."""
+        """Record an explicit collective over an axis, of the kinds that pipelines and attention use."""
         kind = _EXPLICIT.get(eqn.primitive.name)
         if kind is None:
             axis.unknown[eqn.primitive.name] = None
@@ -156,7 +165,7 @@ class _Walk:
         if all(one == other for one, other in eqn.params.get("perm", [(0, 1)])):  # each device keeps its value
             return
         for var, given in zip(eqn.outvars, eqn.invars, strict=True):
-            size, axes = float(num_bytes(var.aval)), set(axis.names)
+            size, axes = float(max(num_bytes(var.aval), num_bytes(given.aval))), set(axis.names)
             for other in self.model_axes:
                 if other is axis:
                     continue
@@ -209,12 +218,12 @@ class _Walk:
 
 
 def find_activations(trace: Trace | None, layout: Layout) -> Activations:
-    """Return the values that a step must send over the model axes; see [Note: theory of activations].
+    """Return the activations that a step must send; see [Note: theory of activations].
 
     Args:
       trace: of the step, from `TrainStep.trace`; None: unknown, and the result is empty.
     """
-    if trace is None or not _model_axes(layout):
+    if trace is None or not (_model_axes(layout) or CONTEXT in layout.data_axes):
         return Activations((), ())
     jaxpr, _ = dce_jaxpr(trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True)  # used values only
     walk = _Walk(layout)

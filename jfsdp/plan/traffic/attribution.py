@@ -6,7 +6,7 @@ evidence is the unit in the engine's scopes (`jfsdp.gather.layers`), if the name
 compared with the leaves' stored, logical and sliced shapes. Among several leaves of that shape, the array goes to the
 one whose remaining expected elements fit best. So for a list of equal layers only the sums are certain, not the single
 rows. An array that fits no leaf is unknown, and is listed with its source line. A collective over model axes only
-(`tensor`) belongs to no leaf: it moves activations (activations.py).
+(`tensor`), or of attention over `context`, belongs to no leaf: it moves activations (activations.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jfsdp.engine.movements import GATHER, MATRICES, REDUCE, SCATTER, Move, wire_bytes
+from jfsdp.context.rows import SCOPE
+from jfsdp.engine.movements import ALL_TO_ALL, GATHER, MATRICES, REDUCE, SCATTER, Move, wire_bytes
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf, cut_sizes
-from jfsdp.layout.mesh import MODEL_AXES, OUTER_FIRST
+from jfsdp.layout.mesh import CONTEXT, MODEL_AXES, OUTER_FIRST, SHARED_AXES
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import PERMUTE, Collective
 from jfsdp.plan.hlo.op_names import find_scopes, split_names
@@ -162,10 +163,21 @@ def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
     return axes if math.prod(spans.values()) == len(set(group)) else ()
 
 
-def is_over_model_axes(layout: Layout, item: Collective) -> bool:
-    """Return whether a collective is over model axes only.
+def split_activations(layout: Layout, item: Collective) -> tuple[Collective, Collective]:
+    """Return a collective with those of its arrays that are activations, and with the others; XLA combines them.
 
-    Strategies move nothing there. Such collectives follow from the model's shardings (activations.py).
+    Over model axes strategies move nothing. Over `context`, attention's arrays have its scope, or lost their name.
     """
-    axes = group_axes(layout, item.group)
-    return bool(axes) and set(axes) <= set(MODEL_AXES)
+    axes, names = set(group_axes(layout, item.group)), split_names(item.op_name, len(item.parts))
+    are_own = [bool(axes) and axes <= set(MODEL_AXES)] * len(names)
+    if CONTEXT in axes and axes <= set(SHARED_AXES):
+        are_own = [SCOPE in name or (item.kind == ALL_TO_ALL and not find_scopes(name)) for name in names]
+
+    def only(is_own: bool) -> Collective:
+        kept = [
+            pair for pair, found in zip(zip(item.parts, names, strict=True), are_own, strict=True) if found is is_own
+        ]
+        joined = f"/({':'.join(name for _, name in kept)})" if 0 < len(kept) < len(names) else item.op_name
+        return dataclasses.replace(item, parts=tuple(part for part, _ in kept), op_name=joined)
+
+    return only(True), only(False)

@@ -17,7 +17,7 @@ from jfsdp.plan.hlo.collectives import SCALARS_BYTES, find_collectives
 from jfsdp.plan.hlo.op_names import find_argument
 from jfsdp.plan.hlo.parse import Instruction, Module, parse_module
 from jfsdp.plan.time.timeline import overlapped_share
-from jfsdp.plan.traffic.attribution import is_over_model_axes
+from jfsdp.plan.traffic.attribution import split_activations
 from jfsdp.plan.traffic.checks import Check, Finding, gb
 from jfsdp.plan.traffic.ledger import OWN, Ledger, make_ledger, one_microbatch
 from jfsdp.train.step.step import Trace
@@ -107,7 +107,7 @@ def audit(
     allowed = tolerance * ledger.wire_bytes_theory + SCALARS_BYTES * spec.accumulate
     check = Check(layout, module, ledger, movements(layout, spec, calls), allowed)
     arguments = list(_arguments(module, layout))
-    share = overlapped_share(module, [item for item in collectives if not is_over_model_axes(layout, item)])
+    share = overlapped_share(module, [split_activations(layout, item)[1] for item in collectives])
     findings = [
         *check.slices(),
         *check.wire_dtypes(),

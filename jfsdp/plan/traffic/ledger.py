@@ -23,7 +23,7 @@ from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import PERMUTE, SCALARS_BYTES, Collective
 from jfsdp.plan.hlo.parse import hlo_dtype
 from jfsdp.plan.traffic.activations import Activations, find_activations
-from jfsdp.plan.traffic.attribution import Attribution, Part, group_axes, is_over_model_axes
+from jfsdp.plan.traffic.attribution import Attribution, Part, group_axes, split_activations
 from jfsdp.train.step.step import Trace
 
 OWN = "the model's own"
@@ -154,11 +154,10 @@ def make_ledger(
         rows.expect(move)
     parts, unknown, unknown_bytes = [], [], 0.0
     for item in collectives:
-        if is_over_model_axes(layout, item):
-            rows.measure_own(item)
-            continue
-        found, lost_bytes = attribution.parts(item)
-        rows.measure(item, found)
+        own, rest = split_activations(layout, item)
+        rows.measure_own(own)
+        found, lost_bytes = attribution.parts(rest)
+        rows.measure(rest, found)
         parts += found
         if lost_bytes:
             unknown.append(item)
