@@ -12,7 +12,7 @@ import jax
 
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import HOST
-from jfsdp.layout.mesh import PIPE, model_mesh
+from jfsdp.layout.mesh import CONTEXT, PIPE, model_mesh
 from jfsdp.layout.report import leaf_bytes
 from jfsdp.plan.bound import Bound
 from jfsdp.plan.cluster.hardware import Cluster
@@ -173,9 +173,9 @@ def _least_bytes(bound: Bound, memory_bytes: int) -> int:
 
 
 def _rows(options: StepOptions, cluster: Cluster) -> float:
-    """Return the rows of a microbatch per device, divided by the size of axis `tensor`: its smallest share of each."""
-    tensor = mesh_sizes(options.mesh, cluster.num_devices).get("tensor", 1)
-    return options.batch_per_device / options.accumulate / tensor
+    """Return the rows of a microbatch per device, divided by the devices that share each: its smallest share."""
+    sizes = mesh_sizes(options.mesh, cluster.num_devices)
+    return options.batch_per_device / options.accumulate / sizes.get("tensor", 1) / sizes.get(CONTEXT, 1)
 
 
 def _use(estimate: _Estimate, limit_bytes: int, plan: Plan) -> Iterator[Advice]:
@@ -251,7 +251,8 @@ def _reductions(estimate: _Estimate) -> Iterator[tuple[dict[str, Any], str]]:
         if not {*kinds} <= {*options.offload}:
             yield {"offload": tuple(dict.fromkeys((*options.offload, *kinds)))}, f"{part}, to the host"
     job = find_planned_job(options)
-    can_cut = "tensor" not in sizes and (job.placements or job.axis_rules is not None)
-    if estimate.plan is not None and can_cut and cluster.gpus_per_node > 1:
-        mesh = (("fsdp", -1), *model_axes, ("tensor", cluster.gpus_per_node))
-        yield {"mesh": mesh}, "activations; a smaller global batch"
+    can_split = {CONTEXT: job.in_context and PIPE not in sizes, "tensor": job.placements or job.axis_rules}
+    for axis in can_split:
+        if estimate.plan is not None and can_split[axis] and cluster.gpus_per_node > 1 and axis not in sizes:
+            mesh = (("fsdp", -1), *model_axes, (axis, cluster.gpus_per_node))
+            yield {"mesh": mesh}, "activations; a smaller global batch"

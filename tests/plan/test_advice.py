@@ -81,6 +81,7 @@ def test_rows_are_limited_by_the_passes_where_the_peak_is_in_the_update_of_an_of
     assert fewer.needed_bytes == pytest.approx(plan.needed_bytes, rel=0.15)
 
 
+@pytest.mark.proof
 def test_host_memory_comes_before_a_smaller_global_batch_and_what_is_said_to_fit_does():
     options = StepOptions(**LLAMA)
     plan = plan_job(options, H100)

@@ -81,7 +81,7 @@ def check_wire(kind, **options):
 @pytest.mark.parametrize(
     "case", ["plain", *(pytest.param(case, marks=pytest.mark.proof) for case in SETTINGS if case != "plain")]
 )
-@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("kind", thin(ENGINES))
 def test_every_setting_sends_and_computes_nothing_for_frozen_weights(kind, case):
     module, layout = check_wire(kind, **SETTINGS[case])
     assert case != "plain" or sum(leaf.trainable for leaf in layout.leaves) == 2 * 7

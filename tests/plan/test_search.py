@@ -16,7 +16,7 @@ from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import PlanUnavailable, topology_devices
 from jfsdp.plan.jobs import INPUTS, bound_job, can_offload, mesh_sizes, shard_planned
 from jfsdp.plan.search.search import Outcome, SearchSpace, pareto_front, search_job
-from jfsdp.plan.search.space import changes, leaner, placements, recipe_of, tensors, xla_choices
+from jfsdp.plan.search.space import changes, leaner, placements, recipe_of, splits, xla_choices
 from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.parse import read_fields, write
 from jfsdp.trainer.recipes import load_recipe
@@ -27,9 +27,15 @@ from tests.refusals import check_facts, refuses
 NODE, TWO_NODES = Cluster(find_gpu("h100")), Cluster(find_gpu("h100"), 2)
 TINY = made(StepOptions, model="llama-tiny", seq_len=64)
 SMALL = SearchSpace(
-    ("full_shard", "replicas"), ("full", "none", "dots"), None, ((((("a", 1),), (("b", 2),)),)), 2, tensor_sizes=()
+    ("full_shard", "replicas"),
+    ("full", "none", "dots"),
+    None,
+    ((((("a", 1),), (("b", 2),)),)),
+    2,
+    tensor_sizes=(),
+    context_sizes=(),
 )
-ONE = SearchSpace(("full_shard",), (), (), (), programs=(), tensor_sizes=())
+ONE = SearchSpace(("full_shard",), (), (), (), programs=(), tensor_sizes=(), context_sizes=())
 REMATS: dict[Any, tuple[float, float]] = {
     "full": (1.3, 1),
     "dots": (1.1, 4),
@@ -282,7 +288,7 @@ def test_a_mesh_that_no_cluster_has_is_refused_by_what_is_wrong(mesh, words):
 
 
 def tensor_meshes(options, cluster=NODE, space=None, given=None):
-    tried = tensors(options, given or options, cluster, space or SearchSpace())
+    tried = splits(options, given or options, cluster, space or SearchSpace(context_sizes=()))
     return [(write(one.mesh), one.batch_per_device) for one in tried]
 
 
@@ -291,12 +297,25 @@ def test_axis_tensor_takes_the_divisors_of_a_host_and_the_global_batch_stays():
     split = changed(TINY, mesh="fsdp=-1,tensor=4", batch_per_device=8)
     assert tensor_meshes(split, given=TINY)[:2] == [("fsdp=-1", 2), ("fsdp=-1,tensor=2", 4)]
     groups = changed(TINY, opt_over="replica,fsdp", mesh="replica=-1,fsdp=4")
-    found = {(one.opt_over, write(one.mesh)) for one in tensors(groups, TINY, NODE, SearchSpace())}
+    found = {(one.opt_over, write(one.mesh)) for one in splits(groups, TINY, NODE, SearchSpace())}
     assert {(("replica", "fsdp"), "replica=-1,fsdp=2,tensor=2"), (None, "fsdp=-1,tensor=8")} <= found
     odd = changed(split, batch_per_device=6)
     assert [rows for _, rows in tensor_meshes(odd, given=TINY)] == [3, 6, 12], "6 rows of 4 devices are 1.5 of 1"
     hybrid = changed(TINY, mesh="replica=-1,fsdp=8")
     assert tensor_meshes(hybrid, TWO_NODES)[:2] == [("replica=-1,fsdp=8", 1), ("replica=-1,fsdp=4,tensor=2", 2)]
+
+
+def test_axis_context_keeps_the_global_batch_one_row_at_a_time():
+    tried = list(splits(TINY, TINY, NODE, SearchSpace(tensor_sizes=())))
+    found = [(write(one.mesh), one.batch_per_device, one.accumulate) for one in tried]
+    assert found == [("fsdp=-1", 1, 1), *((f"fsdp=-1,context={size}", size, size) for size in (2, 4, 8))]
+    cut = changed(TINY, mesh="fsdp=-1,tensor=2", batch_per_device=2)
+    meshes = {write(one.mesh) for one in splits(cut, TINY, NODE, SearchSpace(tensor_sizes=()))}
+    assert "fsdp=-1,context=4,tensor=2" in meshes
+    result = search(space=changed(ONE, context_sizes=(2, 8)))
+    by_mesh = {write(one.options.mesh): one for one in result.tried}
+    assert by_mesh["fsdp=-1,context=2"].is_planned and by_mesh["fsdp=-1,context=2"].mesh == {"fsdp": 4, "context": 2}
+    check_facts(by_mesh["fsdp=-1,context=8"].reason, "4 heads", "size 8")
 
 
 def test_a_search_tries_axis_tensor_and_says_which_sizes_cannot_be():

@@ -1,7 +1,7 @@
 """Search for the fastest step that fits a cluster. Candidates are compiled, but not run.
 
 [Note: order of the search]
-1. The strategy and mesh, then the size of axis `tensor` for the best of them.
+1. The strategy and mesh, then the sizes of axes `tensor` and `context` for the best of them.
 2. The remat of the best.
 3. The rows per device of the best few. Steps 1 to 3 repeat while they improve the best.
 4. Program, prefetch depth and storage, then XLA options.
@@ -262,7 +262,7 @@ def _run_stages(tries: _Tries, space: SearchSpace) -> None:
 def _place(tries: _Tries, one: StepOptions, space: SearchSpace) -> None:
     tries.try_all(spaces.placements(one, tries.cluster, space))
     for best in tries.best(1):
-        tries.try_all(spaces.tensors(best, tries.default, tries.cluster, space))
+        tries.try_all(spaces.splits(best, tries.default, tries.cluster, space))
 
 
 @dataclasses.dataclass

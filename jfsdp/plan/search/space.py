@@ -13,7 +13,7 @@ import jax
 from jfsdp.compat import pipelining
 from jfsdp.engine import dataflow
 from jfsdp.engine.options import unit_bytes
-from jfsdp.layout.mesh import PIPE
+from jfsdp.layout.mesh import CONTEXT, PIPE
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.jobs import INPUTS, can_offload, chunked, find_planned_job, mesh_sizes, shard_planned
 from jfsdp.trainer.options import StepOptions
@@ -57,6 +57,7 @@ class SearchSpace:
       programs: each as (program, prefetch, storage); by default `PROGRAMS`.
       tensor_sizes: of axis `tensor`; by default the divisors of a node's GPUs, if the job has placements or axis rules,
         and the user's mesh has an axis of -1 but no `tensor`.
+      context_sizes: of axis `context`; by default the same, if the job has `in_context`.
     """
 
     strategies: tuple[str, ...] | None = None
@@ -66,6 +67,7 @@ class SearchSpace:
     beam: int = 3
     programs: tuple[tuple[str, int | None, str], ...] | None = None
     tensor_sizes: tuple[int, ...] | None = None
+    context_sizes: tuple[int, ...] | None = None
 
 
 def changes(options: StepOptions, default: StepOptions) -> dict[str, Any]:
@@ -117,27 +119,32 @@ def _way_of(options: StepOptions) -> str:
     return next((name for name, other in WAYS.items() if other == way), "replicas" if has_replicas else "full_shard")
 
 
-def tensors(options: StepOptions, given: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:
-    """Yield the options with every size of axis `tensor`, with their strategy and the user's.
+def splits(options: StepOptions, given: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:
+    """Yield the options with every size of axes `tensor` and `context`, with their strategy and the user's.
 
-    The global batch is unchanged, so fewer data shards have more rows each. Sizes that would need a fraction of a row
-    are skipped.
+    The global batch is unchanged, so fewer data shards have more rows each; with `context` one after the other, in more
+    microbatches. Sizes that would need a fraction of a row are skipped.
 
     Args:
       options: the options to change.
       given: the user's options.
     """
     both = dataclasses.replace(space, strategies=tuple(dict.fromkeys((_way_of(options), _way_of(given)))))
-    sizes = mesh_sizes(options.mesh, cluster.num_devices)
-    job, is_open = find_planned_job(given), "tensor" not in dict(given.mesh) and -1 in dict(given.mesh).values()
-    has_cuts = bool(job.placements) or job.axis_rules is not None
-    usual = _divisors(cluster.gpus_per_node) if has_cuts and is_open else []
-    for size in usual if space.tensor_sizes is None else space.tensor_sizes:
-        rows, rest = divmod(options.batch_per_device * size, sizes.get("tensor", 1))
-        if not rest:
-            stages = {PIPE: sizes[PIPE]} if sizes.get(PIPE, 1) > 1 else {}
-            mesh = tuple(({"fsdp": -1} | stages | {"tensor": size}).items())
-            yield from placements(dataclasses.replace(options, mesh=mesh, batch_per_device=rows), cluster, both)
+    sizes, job = mesh_sizes(options.mesh, cluster.num_devices), find_planned_job(given)
+    tensor = job.placements or job.axis_rules
+    axes = {"tensor": (tensor, space.tensor_sizes), CONTEXT: (job.in_context, space.context_sizes)}
+    for axis, (can_split, chosen) in axes.items():
+        is_open = axis not in dict(given.mesh) and -1 in dict(given.mesh).values()
+        usual = _divisors(cluster.gpus_per_node) if can_split and is_open else []
+        for size in usual if chosen is None else chosen:
+            rows, rest = divmod(options.batch_per_device * size, sizes.get(axis, 1))
+            parts = options.accumulate * size // sizes.get(axis, 1) if axis == CONTEXT else options.accumulate
+            others = {name: sizes[name] for name in (PIPE, *axes) if name != axis and sizes.get(name, 1) > 1}
+            has_devices = cluster.num_devices % (size * math.prod(others.values())) == 0
+            if has_devices and not rest and parts and rows % parts == 0:
+                mesh = tuple(({"fsdp": -1} | others | {axis: size}).items())
+                changed = dataclasses.replace(options, mesh=mesh, batch_per_device=rows, accumulate=parts)
+                yield from placements(changed, cluster, both)
 
 
 def programs(options: StepOptions, space: SearchSpace) -> Iterator[StepOptions]:

@@ -16,9 +16,8 @@ matmul over a sharded dim, say). Reading a value in another form costs a collect
   value added in between separates sums.
 - If another axis shards a value, only a device's part is sent.
 - A sum over two axes is reduced at once. It becomes replicated if one of the axes needs it replicated.
-- Explicit collectives count as written: a pipeline's over `pipe`, and attention's over `context` (in scope
-  `jfsdp.context`; the other values that this axis splits are the strategy's). A `pipe` sum of a pending `tensor` sum is one sum over
-  both axes.
+- Explicit collectives count as written: a pipeline's over `pipe`, and attention's over `context`, which are in scope
+  `jfsdp.context`. A `pipe` sum of a pending `tensor` sum is one sum over both axes.
 - Unused values are not sent, but a loop sends in every iteration.
 - The optimizer's update is excluded, since it may mix the elements of a leaf.
 

@@ -1,0 +1,66 @@
+"""What attention sends over axis `context` in programs for GPUs, next to theory and to a formula in sizes."""
+
+import pytest
+
+from jfsdp.plan import Cluster, find_gpu
+from jfsdp.plan.jobs import plan_job
+from jfsdp.plan.traffic.ledger import OWN
+from jfsdp.trainer.options import StepOptions
+
+H100 = Cluster(find_gpu("h100"), nodes=1, gpus_per_node=8)
+TOKENS, LAYERS, HEADS, KEYS, SIZE = 8192, 2, 32, 8, 128
+KEPT = (("save", ("attention",)),)
+
+
+def plan(mesh, config=(), **options):
+    config = (("num_layers", LAYERS), *config)
+    return plan_job(StepOptions(model="llama-8b", mesh=mesh, seq_len=TOKENS, model_config=config, **options), H100)
+
+
+def by_heads(context, passes, rows=1):
+    """Bytes sent by all-to-alls of queries, keys, values and results, in bfloat16."""
+    keys = KEYS * context // min(KEYS, context) if context > KEYS else KEYS
+    values = rows * TOKENS // context * (2 * HEADS + 2 * keys) * SIZE
+    return LAYERS * passes * values * 2 * (context - 1) / context
+
+
+def sent(found, kind, axes):
+    rows = [row for row in found.ledger.rows if row.what == OWN and (row.kind, row.axes) == (kind, axes)]
+    assert all(row.crosses_nodes is False for row in rows)
+    return sum(row.measured_bytes for row in rows if row.dtype == "bf16")
+
+
+CASES = {
+    "full": ((("context", 8),), {"remat": "full"}, by_heads(8, 3), ("context",)),
+    "none": ((("context", 8),), {"remat": "none"}, by_heads(8, 2), ("context",)),
+    "attention kept": ((("context", 4), ("fsdp", 2)), {"remat": KEPT}, by_heads(4, 3), ("context",)),
+    "xla": ((("context", 2), ("fsdp", 4)), {"program": "xla"}, by_heads(2, 3), ("context",)),
+    "tensor": ((("context", 4), ("tensor", 2)), {"remat": "full"}, by_heads(4, 3) / 2, ("context",)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_to_alls_send_the_bytes_of_the_formula_and_of_theory(name):
+    mesh, options, expected, axes = CASES[name]
+    found = plan(mesh, **options)
+    assert sent(found, "all-to-all", axes) == expected
+    assert found.ledger.own_bytes == pytest.approx(
+        found.ledger.own_bytes_theory, rel=0.02 if "tensor" in name else 1e-6
+    )
+    assert not [item for item in found.ledger.unknown if item.kind != "collective-permute"]
+
+
+@pytest.mark.parametrize(("remat", "gathers"), [("full", 3), (KEPT, 2)])
+def test_gathered_keys_send_the_bytes_of_the_formula_and_of_theory(remat, gathers):
+    found = plan((("context", 8),), (("context_by", "keys"),), remat=remat)
+    keys = LAYERS * TOKENS * 2 * KEYS * SIZE * 2 * 7 / 8
+    assert sent(found, "all-gather", ("context",)) == gathers * keys
+    assert sent(found, "reduce-scatter", ("context",)) == keys
+    assert found.ledger.own_bytes == pytest.approx(found.ledger.own_bytes_theory, rel=1e-3)  # XLA merges segment ids
+    assert not found.ledger.unknown
+
+
+def test_devices_of_a_row_share_its_tokens():
+    found = plan((("context", 8),))
+    assert found.items_per_s == pytest.approx(TOKENS / 8 / found.step_s)
+    assert found.step_range_s is None
