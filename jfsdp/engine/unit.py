@@ -164,9 +164,11 @@ def apply_remat(compute: Callable[..., Any], remat: Remat, is_input: Sequence[bo
             offload_dst=HOST,
         )
 
-        def policy(primitive: Any, *values: Any, **params: Any) -> Any:
+        def policy_of_names(primitive: Any, *values: Any, **params: Any) -> Any:
             named = (_name_primitive(), {"name": FUSED}) if primitive.name in FUSED_ATTENTION else (primitive, params)
             return by_name(named[0], *values, **named[1])
+
+        policy = policy_of_names
 
         if _INPUT in save + offload:
 

@@ -11,9 +11,9 @@ import pytest
 import jfsdp
 from jfsdp.trainer.job import as_job
 from jfsdp.trainer.options import StepOptions, shard_job
-from jfsdp_models import gpt2, llama
-from jfsdp_models.gpt2_config import GPT2Config
-from jfsdp_models.llama_config import LlamaConfig, RopeScaling
+from jfsdp_models import gpt2, llama  # pyright: ignore[reportMissingImports]
+from jfsdp_models.gpt2_config import GPT2Config  # pyright: ignore[reportMissingImports]
+from jfsdp_models.llama_config import LlamaConfig, RopeScaling  # pyright: ignore[reportMissingImports]
 from tests.context.test_over_context import ROWS, TOKENS, VOCAB, error, make_batch, one_device
 from tests.pairwise import cover
 

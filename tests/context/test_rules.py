@@ -1,6 +1,7 @@
 """Models that do not follow the rules for rows over several devices are refused, with the rule."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ def make_batch(tokens=TOKENS, **more):
     return {"tokens": ids, "targets": np.roll(ids, -1, axis=1), **more}
 
 
-def run(source=Net, batch=None, mesh=None, **options):
+def run(source: Any = Net, batch=None, mesh=None, **options):
     made = jfsdp.make_mesh(**(mesh or {"fsdp": 2, "context": 4}), devices=jax.devices()[:8])
     model = fully_shard(source, mesh=made, min_size=0, units=["qkv"])
     return model.train_step(loss_fn, TX, **options)(model.init(TX), batch or make_batch())
