@@ -5,6 +5,9 @@ import dataclasses
 import pytest
 
 from jfsdp.plan.cluster.hardware import GPUS, Cluster, find_gpu, link_bandwidth, matmul_rate
+from jfsdp.plan.hlo.collectives import Collective
+from jfsdp.plan.hlo.parse import Shape
+from jfsdp.plan.time.rates import Rates
 from jfsdp.trainer.run.metrics import peak_flops
 from tests.refusals import refuses
 
@@ -153,6 +156,20 @@ def test_a_group_gets_the_bandwidth_of_the_links_it_uses():
     assert cluster.group_bandwidth(range(8), 2**31) == pytest.approx(402e9)
     assert cluster.group_bandwidth(range(32), 2**31) == link_bandwidth(h100, 2**31, False)
     assert cluster.group_bandwidth(range(0, 32, 8), 2**31) == link_bandwidth(h100, 2**31, False, members_per_node=1)
+
+
+def test_an_all_to_all_sends_what_other_nodes_need_over_one_adapter():
+    h100, rates = find_gpu("h100"), Rates(Cluster(find_gpu("h100"), nodes=4))
+
+    def seconds(group, kind="all-to-all"):
+        parts = (Shape("bf16", (2**30,)),)
+        return rates.collective_s(Collective(kind, "x", parts, "bf16", tuple(group), 1, "main", 0, 1, False))
+
+    adapter = link_bandwidth(h100, 2**31, False, members_per_node=1)
+    assert seconds(range(32)) == pytest.approx(2**31 * 24 / 32 / adapter)  # 24 of 32 parts are for other nodes
+    assert seconds(range(32), "all-gather") < seconds(range(32)) / 4
+    assert seconds(range(0, 32, 8)) == seconds(range(0, 32, 8), "all-gather")
+    assert seconds(range(8)) == seconds(range(8), "all-gather") == pytest.approx(2**31 * 7 / 8 / 402e9)
 
 
 @pytest.mark.parametrize(

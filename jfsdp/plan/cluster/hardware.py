@@ -195,15 +195,22 @@ class Cluster:
         """
         return len(self._members_by_domain(group)) > 1
 
-    def group_bandwidth(self, group: Iterable[int], message_bytes: float) -> float:
+    def group_bandwidth(self, group: Iterable[int], message_bytes: float, *, is_ring: bool = True) -> float:
         """Return `link_bandwidth` for a collective among these device ids, with all such groups running concurrently.
+
+        Args:
+          is_ring: whether nodes pass everything on, over all adapters. Otherwise (all-to-all) each device sends the
+            parts of other nodes' devices through its own adapter.
 
         Raises:
           ValueError: for an id that is not in the cluster.
         """
         members = self._members_by_domain(group)
-        fewest = min(members.values(), default=1)
-        return link_bandwidth(self.gpu, message_bytes, len(members) <= 1, members_per_node=fewest)
+        fewest, num = min(members.values(), default=1), sum(members.values())
+        if is_ring or len(members) <= 1:
+            return link_bandwidth(self.gpu, message_bytes, len(members) <= 1, members_per_node=fewest)
+        own = link_bandwidth(self.gpu, message_bytes, False, members_per_node=1)
+        return min(own * (num - 1) / (num - fewest), link_bandwidth(self.gpu, message_bytes, True))
 
     def _members_by_domain(self, group: Iterable[int]) -> dict[int, int]:
         members: dict[int, int] = {}

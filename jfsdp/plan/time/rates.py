@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import statistics
 
+from jfsdp.engine.movements import ALL_TO_ALL
 from jfsdp.plan.cluster import hardware
 from jfsdp.plan.cluster.gpus import dtype_name
 from jfsdp.plan.hlo.collectives import Collective
@@ -84,13 +85,16 @@ class Rates:
         This is the bytes that a device sends over the bus bandwidth of its group: (N-1)/N * bytes / bandwidth for a
         gather, twice that for an all-reduce, 0 for a group of one. Inside a node the bandwidth is NVLink's, measured by
         size. Across nodes a ring passes each node once, and its members share the adapters: with g members per node,
-        min(NVLink's, g * one adapter's). All groups run concurrently and take the time of the first.
+        min(NVLink's, g * one adapter's). In an all-to-all each device sends what other nodes need through its own
+        adapter. All groups run concurrently and take the time of the first.
 
         Source: NCCL's definition of bus bandwidth (nccl-tests, PERFORMANCE.md), and `hardware.link_bandwidth`.
         """
         if not collective.wire_bytes:
             return 0.0
-        return collective.wire_bytes / self.cluster.group_bandwidth(collective.group, collective.num_bytes)
+        is_ring = collective.kind != ALL_TO_ALL
+        bandwidth = self.cluster.group_bandwidth(collective.group, collective.num_bytes, is_ring=is_ring)
+        return collective.wire_bytes / bandwidth
 
     def _matmul_s(self, matmul: Matmul) -> float:
         """Return the seconds of a matmul. Batches count as rows, since they fill the cores in the same way."""

@@ -160,7 +160,7 @@ def make_ledger(
         rows.measure(rest, found)
         parts += found
         if lost_bytes:
-            unknown.append(item)
+            unknown.append(rest)
             unknown_bytes += lost_bytes
     own_theory = trace and find_activations(trace, layout)
     for sent in own_theory.sent if own_theory else ():
