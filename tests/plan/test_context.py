@@ -3,9 +3,14 @@
 import pytest
 
 from jfsdp.plan import Cluster, find_gpu
+from jfsdp.plan.hlo.collectives import Collective
+from jfsdp.plan.hlo.op_names import find_scopes
+from jfsdp.plan.hlo.parse import Shape
 from jfsdp.plan.jobs import plan_job
+from jfsdp.plan.traffic.attribution import split_activations
 from jfsdp.plan.traffic.ledger import OWN
 from jfsdp.trainer.options import StepOptions
+from tests.plan import programs
 
 H100 = Cluster(find_gpu("h100"), nodes=1, gpus_per_node=8)
 TOKENS, LAYERS, HEADS, KEYS, SIZE = 8192, 2, 32, 8, 128
@@ -64,3 +69,25 @@ def test_devices_of_a_row_share_its_tokens():
     found = plan((("context", 8),))
     assert found.items_per_s == pytest.approx(TOKENS / 8 / found.step_s)
     assert found.step_range_s is None
+
+
+NAMED, LOST = "jvp(jfsdp.context)/all_gather", "jit(_step)/shard_map/while/body/all_to_all"
+WEIGHT, ROW = (1024, 2048), (1, TOKENS)
+ARRAYS = {
+    "combined": ("all-gather", f"jit(_step)/({NAMED}:jfsdp.gather.layers/all_gather)", (ROW, WEIGHT), (ROW,)),
+    "shared prefix": ("all-gather", "jvp(jfsdp.context)/(all_gather:copy)", (ROW, WEIGHT), (ROW, WEIGHT)),
+    "a weight": ("all-gather", "jfsdp.gather.layers/all_gather", (WEIGHT,), ()),
+    "a lost name": ("all-to-all", LOST, (ROW,), (ROW,)),
+    "a matrix of the update": ("all-to-all", "jfsdp.update/jfsdp.matrices.layers.mlp/all_to_all", (WEIGHT,), ()),
+}
+
+
+@pytest.mark.parametrize(("kind", "name", "shapes", "own"), ARRAYS.values(), ids=ARRAYS)
+def test_arrays_that_xla_combines_are_told_apart(kind, name, shapes, own):
+    parts = tuple(Shape("bf16", shape) for shape in shapes)
+    item = Collective(kind, "x", parts, "bf16", tuple(range(8)), 1, "main", 0, 1, False, name)
+    layout = programs.build(mesh=(("fsdp", 1), ("context", 8))).layout
+    found, rest = split_activations(layout, item)
+    assert tuple(part.dims for part in found.parts) == own
+    assert found.wire_bytes + rest.wire_bytes == item.wire_bytes
+    assert not find_scopes(found.op_name) or not found.parts

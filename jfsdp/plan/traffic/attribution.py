@@ -171,13 +171,12 @@ def split_activations(layout: Layout, item: Collective) -> tuple[Collective, Col
     axes, names = set(group_axes(layout, item.group)), split_names(item.op_name, len(item.parts))
     are_own = [bool(axes) and axes <= set(MODEL_AXES)] * len(names)
     if CONTEXT in axes and axes <= set(SHARED_AXES):
-        are_own = [SCOPE in name or (item.kind == ALL_TO_ALL and not find_scopes(name)) for name in names]
+        has_scope = SCOPE in item.op_name.partition("/(")[0]  # the part that combined names share
+        are_own = [has_scope or SCOPE in name or (item.kind == ALL_TO_ALL and not find_scopes(name)) for name in names]
 
     def only(is_own: bool) -> Collective:
-        kept = [
-            pair for pair, found in zip(zip(item.parts, names, strict=True), are_own, strict=True) if found is is_own
-        ]
-        joined = f"/({':'.join(name for _, name in kept)})" if 0 < len(kept) < len(names) else item.op_name
-        return dataclasses.replace(item, parts=tuple(part for part, _ in kept), op_name=joined)
+        kept = [place for place, found in enumerate(are_own) if found is is_own]
+        joined = f"/({':'.join(names[place] for place in kept)})" if 0 < len(kept) < len(names) else item.op_name
+        return dataclasses.replace(item, parts=tuple(item.parts[place] for place in kept), op_name=joined)
 
     return only(True), only(False)
