@@ -16,6 +16,7 @@ from jfsdp_models.gpt2_config import GPT2Config  # pyright: ignore[reportMissing
 from jfsdp_models.llama_config import LlamaConfig, RopeScaling  # pyright: ignore[reportMissingImports]
 from tests.context.test_over_context import ROWS, TOKENS, VOCAB, error, make_batch, one_device
 from tests.pairwise import cover
+from tests.thin import thin
 
 LIMIT = 2e-5  # the models compute norms, rotations and losses in float32
 LLAMA: Any = {"vocab_size": VOCAB, "dim": 32, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, "head_dim": 4}
@@ -52,7 +53,7 @@ def sharded(name, batch, mesh, program):
 @pytest.mark.filterwarnings("ignore:mesh axis 'tensor' .* repeats")
 @pytest.mark.parametrize(
     ("name", "packed", "mesh", "program"),
-    cover({"name": list(JOBS), "packed": [True, False], "mesh": list(MESHES), "program": ["manual", "xla"]}),
+    thin(cover({"name": list(JOBS), "packed": [True, False], "mesh": list(MESHES), "program": ["manual", "xla"]})),
 )
 def test_a_job_over_context_equals_one_device(name, packed, mesh, program):
     assert ROWS == 8

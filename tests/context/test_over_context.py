@@ -17,6 +17,7 @@ import jfsdp
 from tests import reference
 from tests.pairwise import cover
 from tests.sharding import fully_shard
+from tests.thin import each_value
 
 HEADS, KEYS, SIZE, DIM, VOCAB, TOKENS, ROWS = 8, 2, 4, 32, 48, 32, 8
 LIMIT = 1e-12
@@ -168,18 +169,8 @@ COLUMNS = {
 }
 
 
-def name(row):
-    mesh, program, packed, window, form, options, accumulate = row
-    sizes = "-".join(f"{axis}{size}" for axis, size in mesh.items())
-    packing = "packed" if packed else "whole"
-    return (
-        f"{sizes} {program} {form} {packing} {window} {accumulate} {'-'.join(f'{k}={v}' for k, v in options.items())}"
-    )
-
-
-@pytest.mark.parametrize("row", cover(COLUMNS), ids=name)
-def test_a_model_of_its_own_equals_one_device(row):
-    mesh, program, packed, window, form, options, accumulate = row
+@pytest.mark.parametrize(list(COLUMNS), each_value(cover(COLUMNS)))
+def test_a_model_of_its_own_equals_one_device(mesh, program, packed, window, form, options, accumulate):
     options = dict(options)
     if "tensor" in mesh:
         options["placements"] = CUTS

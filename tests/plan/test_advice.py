@@ -57,7 +57,8 @@ def test_what_makes_a_job_fit_is_tried_from_what_costs_least():
     assert plan.needed_bytes > advice[0].needed_bytes > advice[1].needed_bytes > limit_bytes > advice[2].needed_bytes
 
 
-@pytest.mark.parametrize("seq_len", [65536, pytest.param(262144, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("seq_len", [65536, 262144])
 def test_a_long_row_fits_by_chunks_and_offloaded_inputs(seq_len):
     options = StepOptions(model="llama-8b", seq_len=seq_len, model_config=(("num_layers", 6),))
     plan = plan_job(options, H100)
