@@ -32,8 +32,8 @@ class Explain(ShardingOptions):
     """
 
     mesh: Mesh = option((("fsdp", 8),), "most used", read=read_mesh)
-    """Number of devices of each mesh axis: replica, fsdp, tensor.
-    fsdp shards the state according to --strategy; replica replicates it."""
+    """Number of devices of each mesh axis: replica, fsdp, context, tensor.
+    fsdp and context shard the state according to --strategy; replica replicates it."""
     wide: bool = option(False, "output")
     """Add a table of leaves with unit, stages, bytes, and the reason for the sharding."""
     json: bool = option(False, "output")

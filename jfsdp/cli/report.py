@@ -238,6 +238,8 @@ def _time(plan: Plan) -> Any:
             table.add_row(f"sending over {link}", f"{seconds / scale:.1f}", "")
     if clock.overlapped_share is not None:
         table.add_row("bytes in loops, sent during compute", "", f"{clock.overlapped_share:.1%}")
+    if plan.ledger.own_bytes and plan.state_overlapped_share is not None:
+        table.add_row("of parameters and gradients", "", f"{plan.state_overlapped_share:.1%}")
     return table
 
 

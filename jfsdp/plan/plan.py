@@ -22,12 +22,13 @@ from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import SHARED_AXES, num_data_shards
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
 from jfsdp.plan.cluster.hardware import Cluster
-from jfsdp.plan.hlo.collectives import find_collectives
+from jfsdp.plan.hlo.collectives import SCALARS_BYTES, find_collectives
 from jfsdp.plan.hlo.parse import Module, parse_module
 from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, largest_buffers
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.rates import CLOCK_RANGE, COMPARED_GPUS
 from jfsdp.plan.time.timeline import Rates, Timeline, simulate
+from jfsdp.plan.traffic.attribution import split_activations
 from jfsdp.plan.traffic.ledger import Ledger, make_ledger
 from jfsdp.train.checks import check_lowers
 from jfsdp.train.state_bytes import StateBytes, account
@@ -203,6 +204,15 @@ class Plan:
         return None if item_flops is None else item_flops * self.items_per_s / peak
 
     @property
+    def state_overlapped_share(self) -> float | None:
+        """`Timeline.overlapped_share` of parameters and gradients only, without activations."""
+        inside = [timed for timed in self.timeline.collectives if timed.collective.in_loop]
+        sizes = [split_activations(self.layout, timed.collective)[1].total_bytes for timed in inside]
+        sent = [(size, timed) for size, timed in zip(sizes, inside, strict=True) if size > SCALARS_BYTES]
+        total = sum(size for size, _ in sent)
+        return sum(size for size, timed in sent if timed.num_matmuls_between) / total if total else None
+
+    @property
     def link_s(self) -> dict[str, float]:
         """Seconds of communication by link, overlapped or not: the link inside a node, and the network."""
         link = self.cluster.gpu.link
@@ -234,7 +244,7 @@ class Plan:
         """Return the plan as plain data: bytes per device, seconds per step."""
         ledger, spec = self.ledger.to_dict(), self.spec
         of_memory = ("fits", "needed_bytes", "limit_bytes", "reserve_bytes")
-        of_time = ("step_s", "step_range_s", "mfu", "mfu_causal", "bound_by")
+        of_time = ("step_s", "step_range_s", "mfu", "mfu_causal", "bound_by", "state_overlapped_share")
         of_clock = ("overlapped_share", "exposed_s", "wire_s", "compute_s", "critical")
         return {
             **{name: getattr(self, name) for name in (*of_memory, *of_time)},

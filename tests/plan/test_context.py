@@ -66,9 +66,10 @@ def test_gathered_keys_send_the_bytes_of_the_formula_and_of_theory(remat, gather
 
 
 def test_devices_of_a_row_share_its_tokens():
-    found = plan((("context", 8),))
+    found = plan((("context", 8),), (("num_layers", 6),))
     assert found.items_per_s == pytest.approx(TOKENS / 8 / found.step_s)
     assert found.step_range_s is None
+    assert (found.state_overlapped_share, found.timeline.overlapped_share) == (1, pytest.approx(0.9, abs=0.09))
 
 
 NAMED, LOST = "jvp(jfsdp.context)/all_gather", "jit(_step)/shard_map/while/body/all_to_all"

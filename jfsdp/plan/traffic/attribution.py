@@ -176,7 +176,9 @@ def split_activations(layout: Layout, item: Collective) -> tuple[Collective, Col
 
     def only(is_own: bool) -> Collective:
         kept = [place for place, found in enumerate(are_own) if found is is_own]
-        joined = f"/({':'.join(names[place] for place in kept)})" if 0 < len(kept) < len(names) else item.op_name
+        if len(kept) == len(names):
+            return item
+        joined = f"/({':'.join(names[place] for place in kept)})" if kept else item.op_name
         return dataclasses.replace(item, parts=tuple(item.parts[place] for place in kept), op_name=joined)
 
     return only(True), only(False)
