@@ -33,7 +33,7 @@ ALLOWED = {
     "compat": ("extras",),
     "layout": ("arguments", "compat", "launch.hosts"),
     "modules": ("arguments", "layout"),
-    "context": ("arguments", "compat", "layout.mesh"),
+    "context": ("arguments", "compat", "layout.mesh", "layout.policy"),
     "engine": ("arguments", "compat", "context.rows", "layout", "modules"),
     "train": ("arguments", "compat", "context.rows", "layout", "modules", "engine", "launch.hosts"),
     "checkpoint": (

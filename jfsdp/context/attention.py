@@ -226,4 +226,4 @@ def attention(
             implementation=implementation,  # type: ignore[arg-type]
         )
 
-    return attend(query, key, value, *rows) if context_by == "keys" else over_context(attend)(query, key, value, *rows)
+    return over_context(attend)(query, key, value, *rows)

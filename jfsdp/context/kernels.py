@@ -9,7 +9,7 @@ A kernel is two functions with the same `Reach`, which tells what each query see
 Statistics are the log of the sum of exponentials of a query's scores, `[B H n]` in float32 or wider. The forward reads
 only the given keys. The backward accepts output and statistics of a softmax over more keys, and then returns this
 call's part of its gradient. A kernel may write anything for queries and keys that `Reach` excludes.
-With `documents`, statistics may have another shape, and the backward is only given those of its own forward.
+With `documents`, statistics may have another shape, and the backward is only given those of the same kernel's forward.
 """
 
 from __future__ import annotations

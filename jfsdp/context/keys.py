@@ -27,9 +27,9 @@ from jfsdp.arguments import Count, checked
 from jfsdp.context import cudnn, kernels
 from jfsdp.context.kernels import HIDDEN, Reach
 from jfsdp.context.rows import own_axes, positions, whole_rows, zigzag_rows
+from jfsdp.layout.policy import FUSED
 
 KERNELS: dict[str, ModuleType] = {"xla": kernels, "cudnn": cudnn}
-NAME = "attention"  # of output and statistics, in remat policies
 
 
 class _How(NamedTuple):
@@ -41,7 +41,7 @@ class _How(NamedTuple):
 
 
 class _Spans(NamedTuple):
-    """What the queries of a device's two chunks see before their chunk; see [Note: gathered keys].
+    """Keys before a chunk that its queries see, for a device's two chunks; see [Note: gathered keys].
 
     Attributes:
       num_seen: [B 2] int32, number of keys before the chunk that some of its queries see; they end at the chunk.
@@ -154,7 +154,7 @@ def _forward(how: _How, query: jax.Array, key: jax.Array, value: jax.Array, span
 
 
 def _forward_rule(how: _How, query: jax.Array, key: jax.Array, value: jax.Array, spans: _Spans) -> tuple[Any, Any]:
-    output, sums = checkpoint_name(_forward(how, query, key, value, spans), NAME)
+    output, sums = checkpoint_name(_forward(how, query, key, value, spans), FUSED)
     return output, (query, key, value, spans, output, *sums)
 
 

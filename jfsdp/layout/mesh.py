@@ -12,6 +12,7 @@ splits the tokens of a row.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -212,6 +213,7 @@ def _host_grid(mesh: Mesh) -> np.ndarray:
     return np.reshape(hosts(list(mesh.devices.flat)), mesh.devices.shape)
 
 
+@functools.lru_cache(maxsize=8)  # an evaluation reads it for each batch
 def row_shares(mesh: Mesh | AbstractMesh) -> dict[int, int]:
     """Return by process the index of its share of a batch's rows; processes with the same rows have the same index.
 

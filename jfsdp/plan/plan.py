@@ -22,12 +22,12 @@ from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import SHARED_AXES, num_data_shards
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
 from jfsdp.plan.cluster.hardware import Cluster
-from jfsdp.plan.hlo.collectives import SCALARS_BYTES, find_collectives
+from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import Module, parse_module
 from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, largest_buffers
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.rates import CLOCK_RANGE, COMPARED_GPUS
-from jfsdp.plan.time.timeline import Rates, Timeline, simulate
+from jfsdp.plan.time.timeline import Rates, Timeline, hidden_share, simulate
 from jfsdp.plan.traffic.attribution import split_activations
 from jfsdp.plan.traffic.ledger import Ledger, make_ledger
 from jfsdp.train.checks import check_lowers
@@ -207,10 +207,9 @@ class Plan:
     def state_overlapped_share(self) -> float | None:
         """`Timeline.overlapped_share` of parameters and gradients only, without activations."""
         inside = [timed for timed in self.timeline.collectives if timed.collective.in_loop]
-        sizes = [split_activations(self.layout, timed.collective)[1].total_bytes for timed in inside]
-        sent = [(size, timed) for size, timed in zip(sizes, inside, strict=True) if size > SCALARS_BYTES]
-        total = sum(size for size, _ in sent)
-        return sum(size for size, timed in sent if timed.num_matmuls_between) / total if total else None
+        states = (split_activations(self.layout, timed.collective)[1] for timed in inside)
+        pairs = zip(states, inside, strict=True)
+        return hidden_share((state.total_bytes, timed.num_matmuls_between) for state, timed in pairs)
 
     @property
     def link_s(self) -> dict[str, float]:

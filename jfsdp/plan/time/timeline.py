@@ -17,7 +17,7 @@ from jfsdp.plan.hlo.trip_counts import executions, runs
 from jfsdp.plan.time.rates import Rates
 from jfsdp.plan.time.work import Kind, Work, num_matmuls, work_of
 
-__all__ = ["Event", "Rates", "Timed", "Timeline", "overlapped_share", "simulate"]
+__all__ = ["Event", "Rates", "Timed", "Timeline", "hidden_share", "overlapped_share", "simulate"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +110,19 @@ def overlapped_share(module: Module, collectives: Iterable[Collective]) -> float
 
     Scalars do not count. None if no loop sends anything. See [Note: what is a matmul].
     """
-    inside = [one for one in collectives if one.in_loop and one.total_bytes > SCALARS_BYTES]
-    total = sum(one.total_bytes for one in inside)
-    hidden = sum(one.total_bytes for one in inside if num_matmuls(module, _between(module, one)))
-    return hidden / total if total else None
+    inside = (one for one in collectives if one.in_loop)
+    return hidden_share((one.total_bytes, num_matmuls(module, _between(module, one))) for one in inside)
+
+
+def hidden_share(sent: Iterable[tuple[float, int]]) -> float | None:
+    """Return the share of the bytes of collectives with a matmul between start and done; None if nothing is sent.
+
+    Args:
+      sent: bytes of each collective, and its number of matmuls between start and done. Scalars do not count.
+    """
+    arrays = [(size, num) for size, num in sent if size > SCALARS_BYTES]
+    total = sum(size for size, _ in arrays)
+    return sum(size for size, num in arrays if num) / total if total else None
 
 
 def _between(module: Module, collective: Collective) -> tuple[Instruction, ...]:
