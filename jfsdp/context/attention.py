@@ -69,11 +69,13 @@ class _Split(NamedTuple):
     Attributes:
       axes: the parts of axis `context`.
       size: the number of devices of a row.
+      tensor: the number of parts of the heads by axis `tensor`.
       auto: the mesh axes that a `shard_map` must make manual first; the rest are these, by the dim that they split.
     """
 
     axes: tuple[str, ...]
     size: int
+    tensor: int
     auto: tuple[str, ...]
     rows: tuple[str, ...]
     tokens: tuple[str, ...]
@@ -87,6 +89,11 @@ class _Split(NamedTuple):
                     f"attention: {name} has shape {x.shape} and query {heads[0].shape}, but mesh axis {CONTEXT!r} "
                     f"(size {self.size}) splits the tokens of one row; for attention to other rows, call your "
                     "attention function on keys and values from jfsdp.whole_rows"
+                )
+            if x.shape[2] % self.tensor:
+                raise ValueError(
+                    f"attention: {name} has {x.shape[2]} heads, which mesh axis {_TENSOR!r} (size {self.tensor}) does "
+                    "not divide; repeat them to the heads of query, or use a size that divides them"
                 )
         if not self.auto:
             return local(*heads, *arrays)
@@ -106,10 +113,10 @@ def _find_split(query: Any) -> _Split | None:
     auto = tuple(name for name, kind in kinds if kind == AxisType.Auto)
     names = axes_of(mesh, ROW_AXES), axes, (_TENSOR,)
     parts = [tuple(axis for axis in axes if axis in auto) for axes in names]
-    sizes = [math.prod(mesh.shape[axis] for axis in axes) for axes in parts[:2]]
-    if size == 1 or any(dim % num for dim, num in zip(query.shape, sizes)):
+    sizes = [math.prod(mesh.shape[axis] for axis in axes) for axes in parts]
+    if size == 1 or any(dim % num for dim, num in zip(query.shape, sizes[:2])):
         return None
-    return _Split(axes, size, auto, *parts)
+    return _Split(axes, size, sizes[2], auto, *parts)
 
 
 def _by_heads(
@@ -134,10 +141,10 @@ def _by_keys(axes: tuple[str, ...], options: dict[str, Any], *arrays: jax.Array)
 
 
 def _check_heads(query: Any, split: _Split) -> None:
-    num, tensor = query.shape[2], math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in split.heads)
-    if num % (split.size * tensor):
-        fits = [n for n in range(1, num + 1) if num % (n * tensor) == 0]
-        which = f" (axis {_TENSOR!r} splits them by {tensor})" if tensor > 1 else ""
+    num = query.shape[2]
+    if num % (split.size * split.tensor):
+        fits = [n for n in range(1, num + 1) if num % (n * split.tensor) == 0]
+        which = f" (axis {_TENSOR!r} splits them by {split.tensor})" if split.tensor > 1 else ""
         raise ValueError(
             f"attention has {num} heads of queries{which}, which mesh axis {CONTEXT!r} (size {split.size}) does not "
             f"divide; use a size of {', '.join(map(str, fits))}, or jfsdp.attention(..., context_by='keys')"
@@ -183,14 +190,14 @@ def attention(
     Args:
       causal: whether a token sees only itself and earlier tokens.
       window: number of keys that a query sees, including its own; None: all earlier keys. Requires `causal`.
-      segment_ids: [B T/context], the document of each token; a token sees only tokens with its id (by keys: with its
-        run of equal ids).
+      segment_ids: [B T/context], the document of each token; a token sees only tokens with its id (by keys: only its
+        run of equal ids, also where rows are not split).
       implementation: "xla", "cudnn", or None for the default of `jax.nn.dot_product_attention`, "xla".
       context_by: how axis `context` splits attention: "heads", by all-to-alls; or "keys", where every device gathers
         the keys of whole rows, for any number of heads. Program `manual` then has rows in zigzag order
         ([Note: zigzag order] in `jfsdp.context.rows`); program `xla` permutes queries, keys and values.
-      max_documents: maximum number of documents of a device's half of a row, by keys with "cudnn" and segment ids; the
-        result of rows with more is NaN.
+      max_documents: maximum number of documents in one half of a device's tokens, by keys with "cudnn" and segment
+        ids; the result of halves with more is NaN.
 
     Raises:
       ValueError: as `over_context`; for a window without `causal`; by keys as `jfsdp.context.keys.attend_keys`.
@@ -207,13 +214,15 @@ def attention(
         options = {
             "causal": causal,
             "window": window,
-            "kernel": implementation or "xla",
+            "implementation": implementation or "xla",
             "max_documents": max_documents,
         }
         with jax.named_scope(BY_KEYS):
             spec = PartitionSpec(split.rows, split.tokens)
             return split.run(functools.partial(_by_keys, split.axes, options), (query, key, value), own, spec)
     rows = () if segment_ids is None else (whole_rows(segment_ids),)
+    if rows and context_by == "keys":
+        rows = (jnp.cumsum(jnp.diff(rows[0], axis=1, prepend=rows[0][:, :1]) != 0, axis=1),)
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array, *rows: jax.Array) -> jax.Array:
         return jax.nn.dot_product_attention(

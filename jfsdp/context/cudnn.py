@@ -30,19 +30,16 @@ def find_problem(query: Any, window: int | None, max_documents: int | None) -> s
     Args:
       max_documents: None: rows are not packed; 0: unknown.
     """
-    _, num_tokens, _, head_size = query.shape
-    elsewhere = "use kernel='xla' or context_by='heads'"
+    _, num_tokens, _, size = query.shape
+    this, elsewhere = "implementation='cudnn'", "use implementation='xla' or context_by='heads'"
     problems = {
         f"this JAX has no cuDNN attention in parts; {elsewhere}": cudnn_attention() is None,
-        f"kernel='cudnn' needs bfloat16 or float16, got {query.dtype}; {elsewhere}": query.dtype.itemsize != 2,
-        f"kernel='cudnn' needs heads of at most 128, divisible by 8, got {head_size}; {elsewhere}": (
-            head_size % 8 or head_size > 128
-        ),
-        f"kernel='cudnn' needs an even number of tokens per chunk, got {num_tokens // 2}; {elsewhere}": num_tokens % 4,
-        f"kernel='cudnn' cannot limit keys of other chunks to window={window}; {elsewhere}": window is not None,
-        "kernel='cudnn' needs max_documents= for segment ids: the most documents in half a device's tokens": (
-            max_documents == 0
-        ),
+        f"{this} needs bfloat16 or float16, got {query.dtype}; {elsewhere}": query.dtype.itemsize != 2,
+        f"{this} needs heads of at most 128, divisible by 8, got {size}; {elsewhere}": size % 8 or size > 128,
+        f"{this} needs an even number of tokens per chunk, got {num_tokens // 2}; {elsewhere}": num_tokens % 4,
+        f"{this} cannot limit keys of other chunks to window={window}; {elsewhere}": window is not None,
+        f"{this} needs max_documents= for segment ids: the most documents in half a device's tokens": max_documents
+        == 0,
     }
     return next((problem for problem, is_found in problems.items() if is_found), "")
 

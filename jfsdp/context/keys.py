@@ -26,7 +26,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jfsdp.arguments import Count, checked
 from jfsdp.context import cudnn, kernels
 from jfsdp.context.kernels import HIDDEN, Reach
-from jfsdp.context.rows import own_axes, positions, whole_rows, zigzag_rows
+from jfsdp.context.rows import check_chunks, own_axes, positions, whole_rows, zigzag_rows
 from jfsdp.layout.policy import FUSED
 
 KERNELS: dict[str, ModuleType] = {"xla": kernels, "cudnn": cudnn}
@@ -36,7 +36,7 @@ class _How(NamedTuple):
     """Static arguments of a call; see `attend_keys`."""
 
     window: int | None
-    kernel: str
+    implementation: str
     max_documents: int
 
 
@@ -67,7 +67,7 @@ def attend_keys(
     *,
     causal: bool = True,
     window: Count | None = None,
-    kernel: str = "xla",
+    implementation: str = "xla",
     max_documents: Count | None = None,
 ) -> jax.Array:
     """Compute attention of this device's tokens over their whole rows, inside a manual `shard_map`.
@@ -83,7 +83,7 @@ def attend_keys(
     Args:
       segment_ids: [B t] int32. A token sees only its document: its run of equal ids in the row. Padding is one, too.
       window: number of keys that a query sees, including its own; None: all earlier keys.
-      kernel: "xla", with scores in memory; "cudnn", in half precision.
+      implementation: "xla", with scores in memory; "cudnn", in half precision.
       max_documents: maximum number of documents per chunk of t/2 tokens; "cudnn" requires it with segment ids, and the
         output is NaN for chunks with more.
 
@@ -92,25 +92,21 @@ def attend_keys(
     """
     size, num_tokens = jax.lax.axis_size(own_axes()), query.shape[1]
     window = None if window is None or window >= num_tokens * size else window
+    check_chunks(num_tokens, size)
     problem = ""
     if not causal:
         problem = "causal=False is not available; use context_by='heads'"
-    elif num_tokens % 2:
-        problem = (
-            f"{num_tokens} tokens per device cannot be split into two chunks; use rows divisible by {2 * size} "
-            f"(2 * {size} devices per row)"
-        )
     elif query.shape[2] % key.shape[2]:
         problem = f"the number of query heads, {query.shape[2]}, must be a multiple of the {key.shape[2]} key heads"
-    elif kernel not in KERNELS:
-        problem = f"kernel={kernel!r} must be one of {', '.join(map(repr, KERNELS))}"
-    elif kernel == "cudnn":
+    elif implementation not in KERNELS:
+        problem = f"implementation={implementation!r} must be one of {', '.join(map(repr, KERNELS))}"
+    elif implementation == "cudnn":
         problem = cudnn.find_problem(query, window, None if segment_ids is None else max_documents or 0)
     if problem:
         raise ValueError(f"attention with context_by='keys': {problem}")
     with zigzag_rows(True):
         spans = _find_spans(query, segment_ids)
-    return _attend(_How(window, kernel, max_documents or 0), query, key, value, spans)
+    return _attend(_How(window, implementation, max_documents or 0), query, key, value, spans)
 
 
 def _find_spans(query: jax.Array, segment_ids: jax.Array | None) -> _Spans:
@@ -132,7 +128,7 @@ def _attend(how: _How, query: jax.Array, key: jax.Array, value: jax.Array, spans
 
 def _forward(how: _How, query: jax.Array, key: jax.Array, value: jax.Array, spans: _Spans) -> tuple[Any, Any]:
     """Return the output, and the statistics that the backward needs."""
-    run = KERNELS[how.kernel].forward
+    run = KERNELS[how.implementation].forward
     gathered = _gather(key, value)
     chunks = [_chunks(x) for x in (query, key, value)]
     length = chunks[0].shape[2]
@@ -160,7 +156,7 @@ def _forward_rule(how: _How, query: jax.Array, key: jax.Array, value: jax.Array,
 
 def _backward_rule(how: _How, saved: Any, grad: jax.Array) -> tuple[Any, ...]:
     query, key, value, spans, output, sums, packed_sums = saved
-    run = KERNELS[how.kernel].backward
+    run = KERNELS[how.implementation].backward
     # Otherwise XLA may keep the keys that the forward gathered, for every layer without remat.
     key, value = jax.lax.optimization_barrier((key, value))
     gathered, scatter = jax.vjp(_gather, key, value)

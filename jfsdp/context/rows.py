@@ -16,9 +16,7 @@ package see the order. Everywhere else rows are in their own order.
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -30,22 +28,17 @@ from jfsdp.layout.mesh import CONTEXT, axes_of
 
 SCOPE = "jfsdp.context"  # in the names of operations over split rows
 BY_KEYS = f"{SCOPE}.keys"
-_IS_ZIGZAG = contextvars.ContextVar("is_zigzag", default=False)
+_IS_ZIGZAG = jax.make_user_context(False)  # part of the key of JAX's caches: a traced function is traced again
 
 
-@contextlib.contextmanager
-def zigzag_rows(is_zigzag: bool) -> Iterator[None]:
+def zigzag_rows(is_zigzag: bool) -> AbstractContextManager[None]:
     """Trace functions of split rows in this order; see [Note: zigzag order]."""
-    token = _IS_ZIGZAG.set(is_zigzag)
-    try:
-        yield
-    finally:
-        _IS_ZIGZAG.reset(token)
+    return _IS_ZIGZAG(is_zigzag)
 
 
 def is_zigzag() -> bool:
     """Return whether split rows are in zigzag order here."""
-    return _IS_ZIGZAG.get()
+    return _IS_ZIGZAG.value
 
 
 def own_axes() -> tuple[str, ...]:
@@ -61,8 +54,13 @@ def whole_rows(x: Any) -> jax.Array:
 
     Layout:  [B T/context ...] -> [B T ...]; unchanged where rows are not split.
     Cost:    an all-gather; a reduce-scatter of the gradient.
+
+    Raises:
+      ValueError: for an array without a dim of tokens.
     """
     axes = own_axes()
+    if jnp.ndim(x) < 2:
+        raise ValueError(f"whole_rows: dim 1 must be tokens, got shape {jnp.shape(x)}; values [B] of rows are whole")
     if not axes:
         return x
     with jax.named_scope(SCOPE):
@@ -104,7 +102,7 @@ def positions(tokens: Any, segment_ids: Any = None) -> jax.Array:
     Cost:    with segment ids an all-gather of 4 bytes per token.
 
     Args:
-      tokens: an array of this shape, or its shape.
+      tokens: an array of which only the shape is read.
       segment_ids: the document of each token; positions are counted from the start of each run of equal ids.
     """
     with jax.named_scope(SCOPE):
@@ -116,6 +114,15 @@ def positions(tokens: Any, segment_ids: Any = None) -> jax.Array:
             starts = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
             index = index - jax.lax.cummax(jnp.where(starts, index, 0), axis=1)
         return own_tokens(index)
+
+
+def check_chunks(num_tokens: int, size: int) -> None:
+    """Check that the tokens of one of `size` devices form two chunks."""
+    if num_tokens % 2:
+        raise ValueError(
+            f"attention with context_by='keys': {num_tokens} tokens per device cannot be split into two chunks; use "
+            f"rows divisible by {2 * size} (2 * {size} devices per row)"
+        )
 
 
 def to_zigzag_rows(x: jax.Array) -> jax.Array:
@@ -131,7 +138,11 @@ def to_zigzag(x: jax.Array, axes: tuple[str, ...], *, back: bool = False) -> jax
 
     Layout:  [B T/context ...] -> [B T/context ...]
     Cost:    two permutations, of half of the array each.
+
+    Raises:
+      ValueError: for an odd number of tokens.
     """
+    check_chunks(x.shape[1], jax.lax.axis_size(axes))
     size, is_even = jax.lax.axis_size(axes), jax.lax.axis_index(axes) % 2 == 0
 
     def send(x: jax.Array, odd: int) -> jax.Array:

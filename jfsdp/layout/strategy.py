@@ -8,14 +8,13 @@ strategy has a default, determines stage `kept`, between a unit's forward and ba
 from __future__ import annotations
 
 import dataclasses
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 
 from jfsdp.arguments import did_you_mean
-from jfsdp.layout.mesh import DATA_AXES, GROUP_AXES, ROW_AXES
+from jfsdp.layout.mesh import CONTEXT, DATA_AXES, GROUP_AXES, ROW_AXES
 
 
 class Split(Enum):
@@ -198,17 +197,18 @@ def get_strategy(
 
 
 def _check_mesh(name: str | int, other: OtherName, sizes: Mapping[str, int]) -> None:
-    replica, num = sizes.get("replica", 1), math.prod(sizes.get(axis, 1) for axis in DATA_AXES)
+    replica, context = sizes.get("replica", 1), sizes.get(CONTEXT, 1)
+    num, rest = replica * sizes.get("fsdp", 1), f",{CONTEXT}={context}" if context > 1 else ""
     if other.replicated in (None, replica > 1):
         return
-    shown = f"replica={replica},fsdp={num // replica}"
+    shown = f"replica={replica},fsdp={num // replica}{rest}"
     if replica > 1:
         raise ValueError(
-            f"strategy {name!r} shards over all {num} devices, but mesh {shown} replicates over axis 'replica'; use "
-            f"mesh fsdp={num}, or strategy {other.strategy!r} to keep {replica} replicas"
+            f"strategy {name!r} shards over all {num * context} devices, but mesh {shown} replicates over axis "
+            f"'replica'; use mesh fsdp={num}{rest}, or strategy {other.strategy!r} to keep {replica} replicas"
         )
     groups = next((n for n in range(2, num + 1) if num % n == 0), 2)
-    meant = f"mesh replica={groups},fsdp={num // groups}" if num > 1 else "a mesh with replica > 1"
+    meant = f"mesh replica={groups},fsdp={num // groups}{rest}" if num > 1 else "a mesh with replica > 1"
     raise ValueError(
         f"strategy {name!r} replicates over axis 'replica', but mesh {shown} has one replica; use {meant}, or strategy "
         f"{other.strategy!r}"

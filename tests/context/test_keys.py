@@ -226,7 +226,7 @@ def test_cudnn_computes_each_part_once_on_h100s(is_packed):
     arrays = [jax.ShapeDtypeStruct((1, tokens, num, size), jnp.bfloat16) for num in (heads, num_keys, num_keys)]
     if is_packed:
         arrays.append(jax.ShapeDtypeStruct((1, tokens), jnp.int32))
-    found, program = wire(mesh, arrays, kernel="cudnn", max_documents=16 if is_packed else None)
+    found, program = wire(mesh, arrays, implementation="cudnn", max_documents=16 if is_packed else None)
     assert program.count('__cudnn$fmhaSoftmax"') == program.count('__cudnn$fmhaSoftmaxBackward"') == 3 + is_packed
     keys_of_rows = tokens * 2 * num_keys * size * 2 * 7 // 8
     assert found["all-gather", "bf16"] == 2 * keys_of_rows
@@ -268,12 +268,12 @@ def test_rows_with_too_many_documents_are_nan_with_cudnn(monkeypatch):
         (["3 tokens", "divisible by 16"], {"tokens": 24}, {}),
         (["query heads, 3", "2 key heads"], {"heads": 3}, {}),
         (["window", "0"], {}, {"window": 0}),
-        (["kernel", "flash", "cudnn"], {}, {"kernel": "flash"}),
-        (["window=4", "kernel='xla'"], {}, {"kernel": "cudnn", "window": 4}),
-        (["float32"], {"dtype": jnp.float32}, {"kernel": "cudnn"}),
-        (["heads of", "12"], {"size": 12}, {"kernel": "cudnn"}),
-        (["even number", "got 3"], {"tokens": 48}, {"kernel": "cudnn"}),
-        (["max_documents"], {"is_packed": True}, {"kernel": "cudnn"}),
+        (["implementation", "flash", "cudnn"], {}, {"implementation": "flash"}),
+        (["window=4", "implementation='xla'"], {}, {"implementation": "cudnn", "window": 4}),
+        (["float32"], {"dtype": jnp.float32}, {"implementation": "cudnn"}),
+        (["heads of", "12"], {"size": 12}, {"implementation": "cudnn"}),
+        (["even number", "got 3"], {"tokens": 48}, {"implementation": "cudnn"}),
+        (["max_documents"], {"is_packed": True}, {"implementation": "cudnn"}),
     ],
 )
 def test_refusals_name_the_option_and_a_remedy(names, sizes, options):

@@ -9,6 +9,7 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
 import jfsdp
 from tests.refusals import refuses, warning
@@ -62,6 +63,13 @@ class TokenShift(Net):
         return x + jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
 
+class PackedLocalAttention(LocalAttention):
+    """It gathers segment ids, but no activations."""
+
+    def positions(self, tokens):
+        return jfsdp.positions(tokens, tokens // 16) % TOKENS
+
+
 class LocalMask(Net):
     def attend(self, query, key, value):
         mask = jnp.tril(jnp.ones((1, 1, query.shape[1], query.shape[1]), bool))
@@ -93,15 +101,16 @@ def make_batch(tokens=TOKENS, **more):
     return {"tokens": ids, "targets": np.roll(ids, -1, axis=1), **more}
 
 
-def run(source: Any = Net, batch=None, mesh=None, **options):
+def run(source: Any = Net, batch=None, mesh=None, loss=loss_fn, placements=None, **options):
     made = jfsdp.make_mesh(**(mesh or {"fsdp": 2, "context": 4}), devices=jax.devices()[:8])
-    model = fully_shard(source, mesh=made, min_size=0, units=["qkv"])
-    return model.train_step(loss_fn, TX, **options)(model.init(TX), batch or make_batch())
+    model = fully_shard(source, mesh=made, min_size=0, units=["qkv"], placements=placements)
+    return model.train_step(loss, TX, **options)(model.init(TX), batch or make_batch())
 
 
 BROKEN = {
     LocalPositions: ["jfsdp.positions", "'context' (size 4)", "2 tokens", "test_rules.py"],
     LocalAttention: ["no attention is jfsdp.attention", "jfsdp.over_context", "check_loss=False"],
+    PackedLocalAttention: ["no attention is jfsdp.attention", "jfsdp.over_context"],
     Convolution: ["conv_general_dilated", "2 tokens", "jfsdp.whole_rows"],
     TokenShift: ["jfsdp.whole_rows", "test_rules.py"],
     LocalMask: ["mask", "'context' (size 4)", "segment_ids="],
@@ -132,6 +141,98 @@ def test_what_context_cannot_split_is_refused_by_size():
     refuses(lambda: run(mesh={"pipe": 2, "context": 4}), "'context' (size 4)", "'pipe' (size 2)", "'fsdp'")
     refuses(lambda: jfsdp.make_mesh(cp=2), "'cp'", "'context'")
     refuses(lambda: jfsdp.attention(*[jnp.zeros((1, 4, 2, 4))] * 3, causal=False, window=2), "window=2", "causal=False")
+
+
+def with_noise(model, batch):
+    draw = jax.vmap(lambda key: jax.random.uniform(key, (batch["tokens"].shape[1], 32)))
+    losses = optax.softmax_cross_entropy_with_integer_labels(
+        model(batch["tokens"]) + draw(batch["keys"]), batch["targets"]
+    )
+    return jfsdp.Loss(losses.sum(), jnp.sum(jnp.ones(losses.shape)))
+
+
+def test_random_keys_of_rows_would_repeat_their_draws_along_a_row():
+    batch = make_batch(keys=jax.random.split(jax.random.key(0), 4))
+    refuses(lambda: run(batch=batch, loss=with_noise, program="manual"), "random keys", "state")
+    run(batch=batch, loss=with_noise, program="xla")
+
+
+def by_rows(model, batch):
+    """The loss of each row: the mean over its tokens on this device."""
+    total = jnp.sum(loss_fn(model, batch).total / batch["tokens"].shape[1] + 0 * batch["weights"])
+    return jfsdp.Loss(total, batch["weights"].sum())
+
+
+def test_weights_that_count_rows_are_refused():
+    def count_rows(model, batch):
+        return jfsdp.Loss(loss_fn(model, batch).total, batch["tokens"].shape[0])
+
+    refuses(lambda: run(loss=count_rows, program="manual"), "weight", "is 4 for any number of tokens")
+    batch = make_batch(weights=np.ones(4, np.float32))
+    refuses(lambda: run(loss=by_rows, batch=batch, program="manual"), "[B]", "4 devices", "'context'")
+
+
+def test_heads_of_keys_must_fit_axis_tensor():
+    class FewKeys(Net):
+        def attend(self, query, key, value):
+            return jfsdp.attention(query, key[:, :, :1], value[:, :, :1], context_by=self.by)
+
+    cuts = {"qkv.kernel": P(None, "tensor"), "conv.kernel": P(None, None, "tensor"), "**.embedding": P(None, "tensor")}
+    for by in ("heads", "keys"):
+        source = functools.partial(run, type(by, (FewKeys,), {"by": by}), placements=cuts)
+        with pytest.warns(UserWarning, match="tensor"):
+            refuses(lambda: source(mesh={"fsdp": 2, "context": 2, "tensor": 2}), "1 heads", "'tensor' (size 2)")  # noqa: B023
+
+
+def test_attention_that_xla_does_not_split_is_told():
+    with warning("'context' (size 4)", "jfsdp.attention", "every device"):
+        run(LocalAttention, program="xla")
+
+
+@jax.jit
+def shared(query, key, value, by):
+    """A helper that the steps of several models share: JAX traces it once per context."""
+    return jfsdp.whole_rows(query) + by
+
+
+class ByHeads(Net):
+    by = "heads"
+
+    def attend(self, query, key, value):
+        mixed = jfsdp.attention(query, key, value, context_by=self.by)
+        return mixed + jnp.cumsum(shared(query, key, value, 0.0), axis=1).mean(axis=1, keepdims=True)
+
+
+class ByKeys(ByHeads):
+    by = "keys"
+
+
+@pytest.mark.parametrize("order", [(ByHeads, ByKeys), (ByKeys, ByHeads)], ids=["heads", "keys"])
+def test_a_jitted_helper_follows_the_order_of_its_rows(order):
+    jax.clear_caches()
+    losses = [float(run(source, program="manual")[1]["loss"]) for source in order]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_by_keys_documents_are_runs_of_ids_everywhere():
+    ids = jnp.array([[1, 1, 2, 2, 1, 1, 0, 0]])
+    arrays = [jax.random.normal(key, (1, 8, 2, 4)) for key in jax.random.split(jax.random.key(0), 3)]
+    by_ids, by_runs = (jfsdp.attention(*arrays, segment_ids=x) for x in (ids, jnp.array([[0, 0, 1, 1, 2, 2, 3, 3]])))
+    np.testing.assert_array_equal(jfsdp.attention(*arrays, segment_ids=ids, context_by="keys"), by_runs)
+    assert np.abs(by_ids - by_runs).max() > 0.01
+
+
+def test_by_keys_a_device_needs_an_even_number_of_tokens():
+    class Keys(Net):
+        def attend(self, query, key, value):
+            return jfsdp.attention(query, key, value, context_by="keys")
+
+    for program in ("manual", "xla"):
+        refuses(lambda program=program: run(Keys, make_batch(4), program=program), "1 tokens", "divisible by 8")
+
+
+def test_values_of_rows_have_no_tokens_to_gather():
+    refuses(lambda: jfsdp.whole_rows(jnp.zeros(4)), "whole_rows", "(4,)")
 
 
 def test_attention_over_hosts_is_told(monkeypatch):

@@ -34,7 +34,8 @@ class Survey:
       no_sum: why the loss cannot be summed over devices; None if it can.
       has_statistics: whether the model's state depends on the rows.
       draws: whether the loss depends on the rng keys in the model's state.
-      draws_alike: whether the loss draws from keys that are neither in the state nor in rows: equal on every device.
+      draws_alike: whether the loss draws from keys that are equal on several devices: neither in the state nor in rows;
+        with axis `context` also those in rows, whose tokens are on several devices.
       problem: why the model cannot run on the local rows of a device; None if it can.
       num_sums: for trained weights of the root unit with several uses, the number of uses; 1 for weights whose gradient
         the model forms itself (`jax.custom_vjp`).
@@ -42,7 +43,7 @@ class Survey:
       repeats: whether a trainable unit is called several times per microbatch, and so sums its gradient as often.
       gathers_rows: whether the model states that dim 0 of a value that depends on the rows is not split.
       has_keys: whether attention gathers keys over axis `context`.
-      context_bytes: bytes of the collectives of attention over axis `context` in a forward, per device.
+      context_bytes: as `context_bytes`, in a forward.
     """
 
     is_sum: bool
@@ -80,7 +81,9 @@ def survey(
     by_rows = dataflow.depends_on(jaxpr, trace.is_row, of_rows.append)
     of_keys: list[Any] = []
     by_keys = dataflow.depends_on(jaxpr, [name in keys for name in trace.states], of_keys.append)
-    known_draws = {id(eqn) for eqn in (*of_keys, *of_rows) if dataflow.draws(eqn)}  # keys may also come from rows
+    num_contexts = layout.num_shards([CONTEXT])
+    own = of_keys if num_contexts > 1 else [*of_keys, *of_rows]  # keys may also come from rows
+    known_draws = {id(eqn) for eqn in own if dataflow.draws(eqn)}
     stated = dataflow.stated_axes(jaxpr, but=f"{SCOPE}.")
     after = slice(len(by_rows) - len(states), None)
     num_shards = layout.num_shards(layout.data_axes)
@@ -98,13 +101,15 @@ def survey(
         if weight is None:
             no_sum = "the weight of the loss depends on no row, and may count once for each device"
         else:
-            few = first_rows(rows, max(num_shards, 2))
-            has_rows = all(x.size for x in jax.tree.leaves(few))
-            if has_rows and weight == _Trace(apply, loss_fn, source, model_state, few).weight():
-                raise ValueError(
-                    f"loss_fn: the weight of the loss is {weight:g} for any number of rows; count the rows that the "
-                    "loss receives, or return their mean: return mean, aux"
-                )
+            few = {"rows": first_rows(rows, max(layout.num_shards(ROW_AXES), 2))}
+            few |= {"tokens": first_tokens(rows, num_contexts)} if num_contexts > 1 else {}
+            for name, part in few.items():
+                has_rows = all(x.size for x in jax.tree.leaves(part))
+                if has_rows and weight == _Trace(apply, loss_fn, source, model_state, part).weight():
+                    raise ValueError(
+                        f"loss_fn: the weight of the loss is {weight:g} for any number of {name}; count the {name} "
+                        "that the loss receives, or return their mean: return mean, aux"
+                    )
     root = {path for path in layout.unit(ROOT).leaves if layout.by_path[path].trainable}
     derived = dataflow.num_readers(jaxpr, dataflow.has_own_derivative, but=UNIT_CALL)
     own_derivatives = dict(zip(trace.traced.names, derived, strict=True))
@@ -281,6 +286,11 @@ def _gathers_dim_0(eqn: Any) -> bool:
     if any(isinstance(axis, str) and is_axis(axis, ROW_AXES) for axis in names):
         return False
     return bool(entries) and entries[0] in (None, ()) and 0 not in free
+
+
+def first_tokens(batch: Any, parts: int) -> Any:
+    """Return the first of `parts` equal parts of the tokens of a batch's rows."""
+    return jax.tree.map(lambda x: x[:, : x.shape[1] // parts] if x.ndim > 1 else x, batch)
 
 
 def first_rows(batch: Any, parts: int) -> Any:

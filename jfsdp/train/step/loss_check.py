@@ -45,7 +45,7 @@ from jfsdp.layout.precision import is_key
 from jfsdp.train.step.gradients import Gradients
 from jfsdp.train.step.loss import METRIC, Loss, as_loss, merge, numbers
 from jfsdp.train.step.resolve import check_needs
-from jfsdp.train.step.token_rules import broken_rule, calls_attention
+from jfsdp.train.step.token_rules import broken_rule, context_bytes
 
 _SUMS = 2.0**-17  # relative error of a float32 sum of very many terms, from the order of summation
 _MATMULS = {"cpu": 0.0, "tpu": 2.0**-7}  # rounding of float32 matmuls; on other platforms TF32, 2**-10
@@ -90,23 +90,28 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
     parts, apart = _run(gradients, _on_devices if _is_by_devices(gradients) else _in_microbatches, arrays, options)
     if not _is_by_devices(gradients) and all(one.weight == 1 and two[0].weight == 2 for one, two in zip(wholes, parts)):
         return  # a mean with a guard: Loss(mean, (count > 0) * 1.0)
-    rule = _token_rule(gradients, apart, arrays[2])
-    if rule and not calls_attention(apart):
-        raise ValueError(f"{rule}; check_loss=False skips this check")
+    size = gradients.apply.layout.num_shards([CONTEXT]) if _is_by_devices(gradients) else 1
+    if size > 1 and not context_bytes(apart):
+        raise ValueError(f"{_token_rule(gradients, apart, arrays[2])}; check_loss=False skips this check")
     first, moved = (_difference(gradients, jaxpr, one, *other) for one, other in zip(wholes, parts))
     problem = first or (moved and f"{moved} with all weights changed a little (with the current weights they agree)")
     if problem and _draws_elsewhere(jaxpr):
         reason = "from random keys that are not in the model's state, and differently on each device"
         warn(f"{problem}. But the loss draws {reason}, which may explain the difference")
     elif problem:
-        raise ValueError(f"{problem}; {rule or _remedy(gradients, problem)}; check_loss=False skips this comparison")
+        remedy = _remedy(gradients, problem)
+        if size > 1 and math.isclose(parts[0][0].weight, size * wholes[0].weight):
+            remedy += (
+                f"; values per row [B] count on each of the {size} devices of axis {CONTEXT!r}: mask one token per row"
+            )
+        elif size > 1:
+            remedy = f"{_token_rule(gradients, apart, arrays[2])}; or {remedy}"
+        raise ValueError(f"{problem}; {remedy}; check_loss=False skips this comparison")
 
 
 def _token_rule(gradients: Gradients, jaxpr: Any, batch: Any) -> str:
-    """Describe what may be wrong with a loss over rows that axis `context` splits; "" without the axis."""
+    """Describe what may be wrong with a loss over rows that axis `context` splits."""
     size = gradients.apply.layout.num_shards([CONTEXT])
-    if size == 1 or not _is_by_devices(gradients):
-        return ""
     num_tokens = next((x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1), 0) // size
     start = f"mesh axis {CONTEXT!r} (size {size}) gives a device {num_tokens} tokens of each row"
     return f"{start}: {broken_rule(jaxpr, num_tokens)}"

@@ -42,7 +42,7 @@ from jfsdp.train.step.inspect_loss import LossFn, Survey, first_rows, survey
 
 EXCESS_BYTES = 2**20  # a step warns if XLA sends so many bytes more per device, and more by this ratio
 _EXCESS = 1.05
-_ALIKE = "the loss draws from random keys that are not in the model's state; each device would draw the same"
+_ALIKE = "the loss draws from random keys that are not in the model's state; several devices would draw the same"
 _SCALAR = "the loss is a scalar, so the step is program 'xla'"
 _GATHERS = (
     "the model states a sharding with None for dim 0 of a value that depends on the rows: in program 'xla' every "
@@ -79,7 +79,7 @@ def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch
     (found,) = surveys
     schedule = schedule_of(layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)
     program, reason = _program(layout, config, found)
-    _warn_of_axes(layout, mesh, found)
+    _warn_of_axes(layout, mesh, found, program)
     once = config.syncs_last(layout)
     later = deferred_axes(layout, accumulate=config.accumulate, once=once, repeats=found.repeats)
     masks = "; dropout masks differ from one device's" if found.draws and layout.data_axes else ""
@@ -112,7 +112,7 @@ def _shape(x: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x), weak_type=getattr(x, "weak_type", not np.ndim(x)))
 
 
-def _warn_of_axes(layout: Layout, mesh: Any, found: Survey) -> None:
+def _warn_of_axes(layout: Layout, mesh: Any, found: Survey, program: str) -> None:
     cut = {cut.axis for leaf in layout.leaves for cut in leaf.cuts}
     unused = [axis for axis in model_axes(mesh) if axis not in found.model_axes and axis not in cut]
     if unused:
@@ -122,12 +122,18 @@ def _warn_of_axes(layout: Layout, mesh: Any, found: Survey) -> None:
             f"(jax.lax.with_sharding_constraint), or give its devices to {' or '.join(map(repr, DATA_AXES))}"
         )
 
-    crossing = [axis for axis in axes_of(mesh, (CONTEXT,)) if crosses_hosts(mesh, axis)]
-    if crossing and found.context_bytes:
+    size = layout.num_shards([CONTEXT])
+    shown, sent = f"mesh axis {CONTEXT!r} (size {size})", found.context_bytes * (size - 1) // size
+    if sent and any(crosses_hosts(mesh, axis) for axis in axes_of(mesh, (CONTEXT,))):
         warn(
-            f"mesh axis {CONTEXT!r} (size {layout.num_shards([CONTEXT])}) joins devices of different hosts, and "
-            f"attention sends {found.context_bytes:,} bytes per device over it in the forward of a microbatch, and as "
-            "many in the backward; if a row fits on fewer devices, use a size that divides the devices of a host"
+            f"{shown} joins devices of different hosts, and attention sends {sent:,} bytes per device over it in the "
+            "forward of a microbatch, and at least as many in the backward; if a row fits on fewer devices, use a size "
+            "that divides the devices of a host"
+        )
+    if size > 1 and not sent and program == XLA:
+        warn(
+            f"{shown}: no attention is split over it by jfsdp.attention or jfsdp.over_context with a number of tokens "
+            "that the size divides, so XLA may compute attention of whole rows on every device"
         )
 
 

@@ -39,7 +39,7 @@ from jfsdp.train.update.update import Update, clip_by_norm, lend_host_params, wi
 Metrics = dict[str, jax.Array]
 _BIND = (
     "; bind other arguments: lambda model, batch: loss_fn(model, batch, ...); random keys belong in the model "
-    "(nnx.Rngs, or Linen rngs) or in rows of the batch"
+    "(nnx.Rngs, or Linen rngs), or without axis 'context' in rows of the batch"
 )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax.numpy as jnp
+
 from jfsdp.compat import source_line
 from jfsdp.context.rows import SCOPE
 from jfsdp.engine.dataflow import all_eqns, inner_jaxprs
@@ -14,12 +16,6 @@ _MOVES = ("all_to_all", "all_gather")
 _CUT = ("slice", "concatenate", "pad")
 
 
-def calls_attention(jaxpr: Any) -> bool:
-    """Return whether the trace of a device's tokens has attention over axis `context` by jfsdp's functions."""
-    moves = (eqn for eqn in all_eqns(jaxpr) if eqn.primitive.name in _MOVES)
-    return any(SCOPE in str(eqn.source_info.name_stack) for eqn in moves)
-
-
 def broken_rule(jaxpr: Any, num_tokens: int) -> str:
     """Describe an operation that may break a rule for models over split rows; the rules themselves if none is found.
 
@@ -27,7 +23,7 @@ def broken_rule(jaxpr: Any, num_tokens: int) -> str:
       jaxpr: the trace of the loss of one device's tokens.
       num_tokens: of a row, on one device.
     """
-    if not calls_attention(jaxpr):
+    if not context_bytes(jaxpr):
         return (
             "no attention is jfsdp.attention or in jfsdp.over_context, so no token sees those of other devices; call "
             "one, or give the devices of the axis to 'fsdp' if tokens are independent"
@@ -47,11 +43,12 @@ def broken_rule(jaxpr: Any, num_tokens: int) -> str:
 
 
 def context_bytes(jaxpr: Any) -> int:
-    """Return the bytes of collectives of attention over axis `context` in one run of a trace, per device."""
+    """Return the bytes of activations that a device receives over axis `context` in one run of a trace, and its own."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name in _MOVES and SCOPE in str(eqn.source_info.name_stack):
-            total += sum(var.aval.size * var.aval.dtype.itemsize for var in eqn.outvars)
+            floats = [var.aval for var in eqn.outvars if jnp.issubdtype(var.aval.dtype, jnp.inexact)]  # not segment ids
+            total += sum(aval.size * aval.dtype.itemsize for aval in floats)
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += times * sum(map(context_bytes, inner_jaxprs(eqn)))
     return total
