@@ -174,6 +174,8 @@ def test_weights_that_count_rows_are_refused():
 
 def test_heads_of_keys_must_fit_axis_tensor():
     class FewKeys(Net):
+        by = ""
+
         def attend(self, query, key, value):
             return jfsdp.attention(query, key[:, :, :1], value[:, :, :1], context_by=self.by)
 
