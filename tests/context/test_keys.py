@@ -20,6 +20,7 @@ from tests import hlo
 from tests.compiling import free_programs
 from tests.pairwise import cover
 from tests.refusals import refusing
+from tests.thin import each_value
 
 TOKENS, SIZE, ROWS = 64, 4, 2
 LIMIT = 1e-12
@@ -112,7 +113,7 @@ def describe(value):
     return {id(PACKED): "packed", id(MANY): "many"}.get(id(value)) or str(value)
 
 
-@pytest.mark.parametrize(tuple(COLUMNS), cover(COLUMNS), ids=describe)
+@pytest.mark.parametrize(tuple(COLUMNS), each_value(cover(COLUMNS)), ids=describe)
 def test_keys_equal_one_device(axes, heads, ids, window, remat):
     *qkv, weights = inputs(*heads)
     expected = with_grads(functools.partial(whole, ids=ids, window=window), weights)(*qkv)
@@ -205,13 +206,15 @@ def wire(mesh, arrays, remat="no remat", **options):
     return hlo.wire_bytes(hlo.collectives(program, mesh.size)), program
 
 
-@pytest.mark.parametrize(("remat", "num_gathers"), [("no remat", 2), ("full", 3), ("saved", 2)])
-@pytest.mark.parametrize("axes", [(8,), (2, 4)])
-def test_bytes_are_those_of_the_formula(axes, remat, num_gathers):
+GATHERS = {"no remat": 2, "full": 3, "saved": 2}
+
+
+@pytest.mark.parametrize(("axes", "remat"), each_value(list(itertools.product([(8,), (2, 4)], GATHERS))))
+def test_bytes_are_those_of_the_formula(axes, remat):
     mesh = make_mesh(axes, hlo.h100s(1))
     found, _ = wire(mesh, inputs(4, 2)[:3], remat)
     keys_of_rows = ROWS * TOKENS * 2 * 2 * SIZE * 8 * (mesh.size - 1) // mesh.size
-    assert found == {("all-gather", "f64"): num_gathers * keys_of_rows, ("reduce-scatter", "f64"): keys_of_rows}
+    assert found == {("all-gather", "f64"): GATHERS[remat] * keys_of_rows, ("reduce-scatter", "f64"): keys_of_rows}
 
 
 def test_segment_ids_cost_4_bytes_per_token():

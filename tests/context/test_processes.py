@@ -27,7 +27,7 @@ def processes():
 
 @pytest.mark.parametrize(
     ("mesh", "program"),
-    thin([({"context": 4}, "manual"), ({"context": 4}, "xla"), ({"fsdp": 2, "context": 2}, "xla")]),
+    thin([({"context": 4}, "manual"), ({"context": 4}, "xla"), ({"fsdp": 2, "context": 2}, "xla")], 3),
 )
 def test_two_processes_compute_the_losses_of_one(processes, mesh, program):
     one = remote.train({"fsdp": 1}, program)
@@ -55,11 +55,11 @@ def model_on(fsdp, context, strategy="full_shard"):
     return fully_shard(Net, mesh=mesh, units=[Layer], min_size=0, strategy=strategy)
 
 
-@pytest.mark.parametrize(("fsdp", "context"), thin([(1, 8), (1, 1), (3, 2), (2, 4)], 2))
+@pytest.mark.parametrize(("fsdp", "context"), thin([(3, 2), (1, 8), (1, 1), (2, 4)], 4))
 def test_a_checkpoint_restores_on_any_context_size_to_the_bit(tmp_path, fsdp, context):
     with jax.enable_x64(True):
         source = model_on(2, 2)
-        state, _ = source.train_step(token_loss, TX)(source.init(TX, 0), make_batch(packed=False))
+        state, _ = source.train_step(token_loss, TX, check_loss=False)(source.init(TX, 0), make_batch(packed=False))
         jfsdp.checkpoint.save(tmp_path / "c", state)
         model = model_on(fsdp, context)
         restored = jfsdp.checkpoint.restore(tmp_path / "c", model.abstract_state(TX))
@@ -72,5 +72,6 @@ def test_a_checkpoint_restores_on_any_context_size_to_the_bit(tmp_path, fsdp, co
         # One more step on the target equals one on the source up to the order of sums.
         batch, losses = make_batch(packed=True), []
         for one, at in ((source, state), (model, restored)) if fsdp != 3 else ():
-            losses.append(float(one.train_step(token_loss, TX)(at, batch)[1]["loss"]))
+            step = one.train_step(token_loss, TX, check_loss=False)
+            losses.append(float(step(at, batch)[1]["loss"]))
         assert not losses or abs(losses[0] - losses[1]) <= 1e-12 * losses[0]

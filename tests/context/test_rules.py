@@ -212,7 +212,7 @@ class ByKeys(ByHeads):
 @pytest.mark.parametrize("order", [(ByHeads, ByKeys), (ByKeys, ByHeads)], ids=["heads", "keys"])
 def test_a_jitted_helper_follows_the_order_of_its_rows(order):
     jax.clear_caches()
-    losses = [float(run(source, program="manual")[1]["loss"]) for source in order]
+    losses = [float(run(source, program="manual", check_loss=False)[1]["loss"]) for source in order]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
