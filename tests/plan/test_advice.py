@@ -20,14 +20,11 @@ def compiled_bytes(options, changes):
     return plan_job(dataclasses.replace(options, **changes), H100).needed_bytes
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("more", "names"),
     [
-        pytest.param(
-            {"batch_per_device": 8, "lora": ("rank=16,targets=**.kernel",)},
-            ["remat", "batch_per_device"],
-            marks=pytest.mark.proof,
-        ),
+        ({"batch_per_device": 8, "lora": ("rank=16,targets=**.kernel",)}, ["remat", "batch_per_device"]),
         ({"batch_per_device": 8, "accumulate": 4, "remat": "dots"}, ["accumulate", "reshard_after_forward"]),
     ],
     ids=["adapters", "microbatches"],

@@ -13,7 +13,6 @@ from jfsdp.plan.traffic.audit import audit
 from jfsdp.plan.traffic.ledger import make_ledger
 from tests.plan import programs
 from tests.steps import spec_of
-from tests.thin import thin
 
 GROUPS = (("replica", 2), ("fsdp", 4))
 NORMS = 5e-4  # the share of the norms' scales: XLA sums their gradients in float32
@@ -35,7 +34,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", thin(CASES))
+QUICK = ["full_shard", "replicas, accumulated"]
+
+
+@pytest.mark.parametrize("name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.proof) for x in CASES])
 def test_what_xla_compiles_is_what_theory_says_and_passes_an_audit(name):
     options = CASES[name]
     text, layout = programs.program(**options)

@@ -199,6 +199,7 @@ def test_the_logits_of_a_large_vocabulary_are_a_part_of_the_peak():
     assert found.parts["logits"] == 2048 * 128256 * 2
 
 
+@pytest.mark.proof
 def test_weights_that_are_kept_show_up_as_gathered():
     kept, resharded = step_memory("SHARD_GRAD_OP")[0], step_memory()[0]
     layout = step_memory()[3]

@@ -23,6 +23,7 @@ from jfsdp.plan.traffic.ledger import make_ledger
 from tests import hlo
 from tests.plan import programs
 from tests.steps import fully_shard
+from tests.thin import thin
 
 LAYERS, DIM, FFN, VOCAB, KV, SEQ = 8, 1024, 2048, 4096, 512, 512
 P, F = 2, 4
@@ -135,7 +136,7 @@ def counted_loss(model, tokens):
     return jfsdp.Loss(losses.sum(), losses.size)
 
 
-@pytest.mark.parametrize("has_small", [False, True])
+@pytest.mark.parametrize("has_small", thin([True, False]))
 def test_theory_knows_which_ends_of_a_stage_do_not_stay(has_small):
     units = [jfsdp.Unit(f"layers.{name}", stacked=1) for name in ("mix", "scores", *["small"] * has_small)]
     mesh = jfsdp.make_mesh(devices=hlo.h100s(1), pipe=P, fsdp=F)
