@@ -15,7 +15,6 @@ import jfsdp
 from tests import reference
 from tests.models_small import VOCAB, linear, make_batches, token_loss
 from tests.steps import fully_shard
-from tests.thin import thin
 
 TX = optax.adam(1e-2)
 
@@ -120,7 +119,13 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("api", "setting"), thin(itertools.product(APIS, SETTINGS), 4))
+QUICK = ("nnx", "replicas, 2x2, microbatches")
+
+
+@pytest.mark.parametrize(
+    ("api", "setting"),
+    [pytest.param(*x, marks=[pytest.mark.proof] * (x != QUICK)) for x in itertools.product(APIS, SETTINGS)],
+)
 def test_each_device_draws_from_its_own_key_and_nothing_else_differs(api, setting):
     (source, units, make), (sizes, strategy, more, accumulate) = APIS[api], SETTINGS[setting]
     devices = int(np.prod(list(sizes.values())))

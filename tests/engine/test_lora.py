@@ -164,7 +164,6 @@ def test_steps_equal_one_device_on_merged_weights(row):
 
 MANUAL, FLAT = {"program": "manual"}, {"program": "manual", "storage": "flat"}
 CASES = {
-    "cut, manual": ("split", {"fsdp": 2, "tensor": 2}, MANUAL | {"cuts": CUTS}, "lora"),
     "in 4 bits, flat": ("stacked", {"fsdp": 4}, FLAT | {"quantized": NF4}, "lora"),
     "in 8 bits, Linen": ("linen", {"fsdp": 4}, {"quantized": {"**.up.kernel": "int8"}, "strategy": "zero2"}, "dora"),
     "split adapters, offloaded": (
@@ -175,6 +174,7 @@ CASES = {
     ),
 }
 PROOFS = {
+    "cut, manual": ("split", {"fsdp": 2, "tensor": 2}, MANUAL | {"cuts": CUTS}, "lora"),  # and in test_lora_dropout.py
     "cut": ("split", {"fsdp": 2, "tensor": 2}, {"cuts": CUTS}, "dora"),
     "in 4 bits, manual": (
         "listed",

@@ -108,7 +108,7 @@ CASES = {
     "dropout, Linen": (DROP, FSDP, {"remat": ("qkv",)}, {}, {}, ADAM),
     "dropout, GPT-2": (published.gpt2(dropout=0.3), FSDP, {"remat": ("qkv",)}, {}, {}, ADAM),
 }  # fmt: skip
-QUICK = ("masked optimizer, average, clipping", "float16", "dropout, Linen")
+QUICK = ("masked optimizer, average, clipping", "dropout, Linen")
 
 
 def train(case, sizes, options, step, tx):

@@ -148,13 +148,10 @@ def test_steps_equal_one_device(model, mesh, program, accumulate):
 
 WEIGHTS_CUT = list(itertools.product((*CUT, "llama-list", "gpt2"), MESHES, ("manual", "xla")))
 WEIGHTS_CUT += [("vit", mesh, "xla") for mesh in MESHES]  # its norms are of the whole batch
-CUT_HERE = [("llama-cut", "2x2x2", "manual")]
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh", "program"),
-    [case if case in CUT_HERE else pytest.param(*case, marks=pytest.mark.proof) for case in WEIGHTS_CUT],
-)
+@pytest.mark.proof  # tests/context/test_models.py has a Llama over `tensor` with the tests, test_cuts.py small models
+@pytest.mark.parametrize(("model", "mesh", "program"), WEIGHTS_CUT)
 def test_published_models_are_cut_and_equal_one_device(monkeypatch, model, mesh, program):
     """Their attention is inside a `shard_map` of its own where the engine has one around it."""
     monkeypatch.setitem(test_parity.MESHES, mesh, MESHES[mesh])

@@ -53,6 +53,7 @@ def compiled_wire(**options):
     return found, hlo.wire_bytes(found)
 
 
+@pytest.mark.proof  # of program `xla`; the step of the script sends as much
 def test_llama_8b_on_64_gathers_29_551_and_scatters_15_810_gb():
     """FSDP's formula: gather P twice but the root once, scatter P once, all in bfloat16.
 
@@ -109,6 +110,7 @@ def test_float32_parameters_move_in_float32():
     assert wire["reduce-scatter", "f32"] == pytest.approx(4 * total * SHARE, rel=1e-6)
 
 
+@pytest.mark.proof
 def test_the_program_does_not_grow_with_depth():
     """Compile time is flat in depth because the program is: 64 layers lower to as many lines as 8."""
     sizes = [len(lower(num_layers=num, seq_len=256).as_text().splitlines()) for num in (8, 64)]
@@ -116,12 +118,12 @@ def test_the_program_does_not_grow_with_depth():
 
 
 def test_state_arguments_take_12_bytes_per_parameter_over_the_devices():
-    arguments = compiled().memory_analysis().argument_size_in_bytes
+    arguments = compiled(program=None).memory_analysis().argument_size_in_bytes
     batch = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(find_job("llama-8b").batch(1, 8192)))
     assert arguments == pytest.approx(12 * PARAMETERS / NUM_DEVICES + batch, abs=4096)
 
 
-@pytest.mark.parametrize(("name", "num_devices"), thin([("llama-405b", 1024), ("llama-8b", 64)]))
+@pytest.mark.parametrize(("name", "num_devices"), thin([("llama-8b", 64), ("llama-405b", 1024)]))
 def test_init_computes_on_each_device_only_what_it_keeps(name, num_devices):
     job = find_job(name)
     model = fully_shard(job.model, mesh=jfsdp.make_mesh(devices=hlo.h100s(num_devices // 8)), units=job.units)

@@ -64,7 +64,7 @@ def model_of(mesh=None, strategy="full_shard"):
 
 
 def train(model, batch) -> list[float]:
-    step, state, losses = model.train_step(loss, TX), model.init(TX), []
+    step, state, losses = model.train_step(loss, TX, check_loss=False), model.init(TX), []
     for _ in range(2):
         state, metrics = step(state, batch)
         losses.append(float(metrics["loss"]))
