@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import safetensors.numpy
 import tokenizers
 import torch
@@ -16,10 +17,12 @@ def test_the_minimal_loop_goes_on_where_it_was_stopped(tmp_path):
     assert minimal.main(tmp_path / "parts", 50) == whole < 0.8
 
 
+@pytest.mark.proof
 def test_the_linen_model_predicts_rows_that_it_has_not_seen():
     assert linen.main(steps=60) > 0.8
 
 
+@pytest.mark.proof
 def test_the_adapter_of_a_fine_tuned_model_has_every_matrix(tmp_path):
     words = ["the", "cat", "sat", "on", "a", "mat"]
     config = transformers.LlamaConfig(
@@ -51,6 +54,7 @@ def test_the_plan_of_the_example_shards_its_state(monkeypatch):
     assert found.fits and found.state.total < 12 * 2 * 8 * plan.WIDTH**2 / 60  # of 64 devices
 
 
+@pytest.mark.proof
 def test_the_vision_transformer_learns_in_a_loop_of_its_own(capsys):
     assert vit.main(steps=40, rows=16) > 0.5
     assert "step 40: loss" in capsys.readouterr().out

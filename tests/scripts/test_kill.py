@@ -103,6 +103,7 @@ def run_and_kill(options, train, root: Path, num_kills: int, seed: int, within_s
     return resumed
 
 
+@pytest.mark.proof  # test_train.py stops one by SIGTERM with the tests, and checkpoint/test_manager.py kills saves
 def test_a_run_that_is_killed_is_the_unbroken_run(options, serve, tmp_path):
     run_and_kill(options, serve, tmp_path, num_kills=1, seed=0, within_s=0.2)  # the unbroken run takes as many steps
 

@@ -55,6 +55,7 @@ def losses(run_dir):
     return [json.loads(line)["loss"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.proof  # checkpoint/test_elastic.py goes on with another number of processes with the tests
 def test_a_run_goes_on_with_another_number_of_processes(start, serve, corpus, tmp_path):
     """Two processes of one device each, and then one of two devices."""
     schedule = ("--decay-steps", "6", "--mesh", "fsdp=-1")

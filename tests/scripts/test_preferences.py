@@ -95,7 +95,7 @@ def test_a_run_with_adapters_is_evaluated_like_its_export(workspace, tmp_path, c
     [
         (["--reference", "{root}/run"], "adapters"),
         (["--reference", "{root}/nowhere"], "nowhere"),
-        (["--reference", "{root}/other"], "is of another model"),
+        pytest.param(["--reference", "{root}/other"], "is of another model", marks=pytest.mark.proof),
         (["--data", "{root}/answers.jsonl"], "--preference dpo needs records with chosen"),
         (["--preference", "none", "--beta", "0.1"], "are pairs of answers; choose a loss with --preference"),
     ],

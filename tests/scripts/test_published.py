@@ -49,6 +49,7 @@ def test_models_have_the_published_number_of_parameters(name, published):
     assert num_parameters(planned.model.layout.leaves) == published
 
 
+@pytest.mark.proof
 def test_a_run_planned_again_takes_as_long():
     (run,) = (run for run in RUNS if run.id == "maxtext-a3-llama2-7b-8")
     plan = plan_job(run.step_options, run.cluster)
