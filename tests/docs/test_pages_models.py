@@ -5,6 +5,6 @@ import pytest
 from tests.docs import pages
 
 
-@pytest.mark.parametrize("page", pages.MODELS)
+@pytest.mark.parametrize("page", pages.cases(pages.MODELS))
 def test_examples_run_in_their_order(page, workdir):
     pages.run(page)
