@@ -151,7 +151,8 @@ def test_long_rows_by_parts_are_what_they_are_whole(monkeypatch, length, window,
         jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6), found, wanted)
 
 
-@pytest.mark.parametrize("program", thin(["manual", "xla"]))
+@pytest.mark.proof  # of the function alone above
+@pytest.mark.parametrize("program", ["manual", "xla"])
 def test_steps_by_parts_are_those_of_whole_rows_on_a_mesh(monkeypatch, program):
     case, mesh = published.llama(True, vocab=64), jfsdp.make_mesh(fsdp=2, tensor=2, devices=jax.devices()[:4])
 

@@ -102,8 +102,7 @@ MODELS = {
 }
 MESHES: dict[str, Any] = {"8": {"fsdp": 8}, "2x4": {"replica": 2, "fsdp": 4}}
 RUNS = [
-    # Of dantinox the one in program "manual"; program "xla" has jax-resnet.
-    pytest.param(model, *run, marks=[pytest.mark.proof] if place or model == "dantinox" else [])
+    pytest.param(model, *run, marks=[pytest.mark.proof] if place or model != "jax-resnet" else [])
     for model, case in MODELS.items()
     for place, run in enumerate(case.runs)
 ]
@@ -131,7 +130,7 @@ def oracle(model, accumulate):
 def test_an_unmodified_model_trains_as_on_one_device(model, strategy, mesh, accumulate):
     sharded, wanted = shard(model, strategy, mesh), oracle(model, accumulate)
     state = sharded.init(TX)
-    step = sharded.train_step(MODELS[model].loss, TX, accumulate=accumulate)
+    step = sharded.train_step(MODELS[model].loss, TX, accumulate=accumulate, check_loss=False)
     losses = []
     for batch in batches(model):
         state, metrics = step(state, batch)

@@ -124,7 +124,7 @@ def test_losses_and_gradients_are_exact(kind, sizes, program, strategy, accumula
 
 @pytest.mark.parametrize(
     ("name", "program"),
-    thin([("llama-tiny", "manual"), ("llama-tiny", "xla"), ("gpt2-tiny", "xla"), ("gpt2-tiny", "manual")]),
+    thin([("llama-tiny", "manual"), ("llama-tiny", "xla"), ("gpt2-tiny", "xla"), ("gpt2-tiny", "manual")], 4),
 )
 def test_models_score_answers_without_logits_of_whole_rows(name, program):
     """The loss by row in chunks, and its gradient, beside whole logits; GPT-2 without its dropout."""
