@@ -8,6 +8,7 @@ _CLI = ("tyro", "rich")
 EXTRAS = {"cli": _CLI, "train": (*_CLI, "grain", "tokenizers", "jinja2", "tensorboardX", "matplotlib")}
 EXTRAS["peft"] = ("torch", "transformers", "peft")
 EXTRAS["bench"] = ("torch", "transformers")
+EXTRAS["store"] = ("obstore", "boto3")
 EXTRAS |= {"wandb": ("wandb",), "mlflow": ("mlflow",)}
 
 

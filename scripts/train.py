@@ -18,7 +18,6 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jfsdp.extras import MissingExtra, need
@@ -77,10 +76,10 @@ def _with_bare_resume(argv: Sequence[str]) -> list[str]:
     return args
 
 
-def find_run_dir(config: TrainConfig) -> Path:
+def find_run_dir(config: TrainConfig) -> runs.RunDir:
     """Return the directory of the run. It may not exist yet."""
     if config.run_dir is not None:
-        return Path(config.run_dir).expanduser()
+        return runs.open_run_dir(config.run_dir)
     name = config.recipe if config.recipe != "none" else config.model or (config.factory or "run").replace(":", ".")
     import jax
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,8 +15,8 @@ from jfsdp.checkpoint import source as sources
 from jfsdp.checkpoint.disk.errors import readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, make_manifest
 from jfsdp.checkpoint.disk.logical_arrays import Logical
-from jfsdp.checkpoint.disk.paths import local_path
-from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
+from jfsdp.checkpoint.disk.paths import absolute_path
+from jfsdp.checkpoint.disk.reader import STREAM_BYTES, open_checkpoint
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.layers import ConvertedLayers, list_names, stack_names
 from jfsdp.layout.select import select_leaves
@@ -79,8 +78,8 @@ def convert(
     """
     from jfsdp.checkpoint.store import choose
 
-    source = CheckpointSource(path, cache_bytes=STREAM_BYTES)
-    if source.path in local_path(target).parents:
+    source = open_checkpoint(path, cache_bytes=STREAM_BYTES)
+    if source.path in absolute_path(target).parents:
         raise ValueError(f"checkpoint {source.path}: {target} is inside it; choose a path outside")
     names = choose(source.arrays, only, skip)
     source.check(names)
@@ -126,11 +125,10 @@ def write_source(
       OSError: if the disk is full or not writable.
     """
     from jfsdp.checkpoint.disk.pieces import Pieces
-    from jfsdp.checkpoint.disk.writer import Writer
-    from jfsdp.checkpoint.store import locked_path, make_unfinished, unfinished
+    from jfsdp.checkpoint.store import place_of
 
-    target, counted, impls = local_path(target), Counted(source), key_impls or {}
-    needed = sources.total_bytes(source.arrays.values())
+    target, counted, impls = absolute_path(target), Counted(source), key_impls or {}
+    needed, place = sources.total_bytes(source.arrays.values()), place_of(target)
 
     def read(name: str, index: sources.Index) -> np.ndarray:
         return sources.contiguous(counted.read(name, index))
@@ -143,14 +141,18 @@ def write_source(
     described = {name: Logical(x.shape, x.dtype, impls.get(name)) for name, x in source.arrays.items()}
     whole = make_manifest(described, target.name) | dict(manifest)
 
-    def check() -> None:
-        refuse_nonfinite(target, counted.lines(), allow=allow_nonfinite)
+    with place.locked_path(target) as lock, contextlib.closing(place.make_writer()) as writer:
 
-    with locked_path(target), contextlib.ExitStack() as stack:
-        stack.callback(shutil.rmtree, unfinished(target), ignore_errors=True)
-        writer = stack.enter_context(contextlib.closing(Writer()))
-        make_unfinished(target, needed)
+        def check() -> None:
+            refuse_nonfinite(target, counted.lines(), allow=allow_nonfinite)
+            lock.check()
+
+        partial = place.begin(target, needed)
         with readable_errors(target, needed):
-            writer.start(unfinished(target), target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
-            writer.wait()
+            writer.start(partial, target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
+            try:
+                writer.wait()
+            except BaseException:
+                writer.remove_unfinished()
+                raise
     return counted.lines()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,17 +11,14 @@ from typing import Any
 import jax
 
 from jfsdp.arguments import PathLike, Size, checked
-from jfsdp.checkpoint.disk.errors import check_path, readable_errors
-from jfsdp.checkpoint.disk.files import UNFINISHED, DamagedError, read_manifest, step_paths
-from jfsdp.checkpoint.disk.lock import Lock
-from jfsdp.checkpoint.disk.paths import local_path
+from jfsdp.checkpoint.disk.errors import readable_errors
+from jfsdp.checkpoint.disk.files import DamagedError, read_manifest, step_paths
+from jfsdp.checkpoint.disk.paths import absolute_path
 from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.policy import Keep, parse_best
-from jfsdp.checkpoint.store import bytes_of, restore, start_save, wait_for
+from jfsdp.checkpoint.store import bytes_of, place_of, restore, start_save, wait_for
 from jfsdp.compat import warn
 from jfsdp.train.state import TrainState
-
-_DELETED, _LOCK = "to-delete", "lock"
 
 
 @checked
@@ -60,12 +55,11 @@ class Checkpointer:
         self._frozen = frozen
         self._every_steps = every_steps
         self._keep = Keep(keep, keep_every, None if keep_best is None else parse_best(keep_best))
-        self.directory = local_path(directory)
-        check_path(self.directory)
-        with readable_errors(self.directory):
-            self.directory.mkdir(parents=True, exist_ok=True)
+        self.directory = absolute_path(directory)
+        self._place = place_of(self.directory)
+        self._place.prepare(self.directory)
         self._writer: Any = None
-        self._lock: Lock | None = None
+        self._lock: Any = None
         self._needed: int | None = None
 
     def steps(self) -> list[int]:
@@ -114,18 +108,17 @@ class Checkpointer:
             warn(f"{problem}; its metrics are {', '.join(metrics or ()) or 'none'}")
         only_first(lambda: self._prepare(step))
         if self._writer is None:
-            from jfsdp.checkpoint.disk.writer import Writer
-
-            self._writer = Writer()
-        path, on_commit = self.directory / str(step), self._prune_or_warn
-        start_save(self._writer, path, state, extra, config, metrics, frozen=self._frozen, on_commit=on_commit)
+            self._writer = self._place.make_writer()
+        calls = {"on_commit": self._prune_or_warn, "before_commit": lambda: self._lock and self._lock.check()}
+        path = self.directory / str(step)
+        start_save(self._writer, path, state, extra, config, metrics, frozen=self._frozen, **calls)
         self._needed = bytes_of(state)
         return time.perf_counter() - start
 
     def _prepare(self, step: int) -> None:
         """Check the step, and lock the directory."""
         latest = self.latest()
-        if self._lock is not None and not self.directory.is_dir():
+        if self._lock is not None and not self.directory.exists():
             raise FileNotFoundError(errno.ENOENT, "was removed while a run saved to it", str(self.directory))
         if step in self.steps():
             raise ValueError(
@@ -141,18 +134,13 @@ class Checkpointer:
         Raises:
           ValueError: if another run writes to the directory.
         """
-        if any(self.directory.glob(f"*{UNFINISHED}")):
+        if self._place.has_unfinished(self.directory):
             self._become_writer()
 
     def _become_writer(self) -> None:
         """Lock the directory, and remove the incomplete files of a killed writer."""
         if self._lock is None:
-            what = f"checkpoints {self.directory}: are written by"
-            with readable_errors(self.directory):
-                self._lock = Lock(self.directory / _LOCK, what, "or save to another directory")
-            for partial in [*self.directory.glob(f"*{UNFINISHED}"), *self.directory.glob("*.orbax-checkpoint-tmp*")]:
-                shutil.rmtree(partial, ignore_errors=True)
-            shutil.rmtree(self.directory / _DELETED, ignore_errors=True)
+            self._lock = self._place.lock(self.directory)
 
     def prune(self, *, dry_run: bool = False) -> list[int]:
         """Delete the steps that the policy does not keep; return them. For one process, while nothing is being saved.
@@ -178,11 +166,8 @@ class Checkpointer:
         return sorted(metrics.keys() - self._keep.kept(metrics))
 
     def _prune(self) -> list[int]:
-        surplus, aside = self._surplus(), self.directory / _DELETED
-        for step in surplus:
-            aside.mkdir(exist_ok=True)
-            os.rename(self.directory / str(step), aside / str(step))
-        shutil.rmtree(aside, ignore_errors=True)
+        surplus = self._surplus()
+        self._place.remove(self.directory, surplus)
         return surplus
 
     def _prune_or_warn(self) -> None:

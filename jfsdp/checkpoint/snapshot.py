@@ -29,7 +29,7 @@ import numpy as np
 from jfsdp.arguments import PathLike, Size, checked
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.disk.logical_arrays import Stored, choose_writers, contents, logical_arrays, read_shapes
-from jfsdp.checkpoint.disk.paths import local_path
+from jfsdp.checkpoint.disk.paths import absolute_path
 from jfsdp.checkpoint.disk.pieces import Pieces, copy_pieces
 from jfsdp.checkpoint.disk.processes import in_all, together
 from jfsdp.checkpoint.source import Index
@@ -63,7 +63,7 @@ class Snapshots:
     """
 
     def __init__(self, directory: PathLike, run: Any):
-        self.directory, self.run = local_path(directory), run
+        self.directory, self.run = absolute_path(directory), run
         self._step: int | None = None  # the step being written
         self._thread: threading.Thread | None = None
         self._problem = ""

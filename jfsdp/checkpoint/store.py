@@ -5,21 +5,20 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import jax
 
 from jfsdp.arguments import PathLike, checked
-from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
-from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, UNFINISHED, bytes_below, make_manifest
-from jfsdp.checkpoint.disk.lock import Lock
+from jfsdp.checkpoint.disk import place as on_disk
+from jfsdp.checkpoint.disk.errors import readable_errors
+from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, make_manifest
 from jfsdp.checkpoint.disk.logical_arrays import contents, logical_arrays, rebuild
-from jfsdp.checkpoint.disk.paths import local_path
+from jfsdp.checkpoint.disk.paths import absolute_path
 from jfsdp.checkpoint.disk.processes import in_all, only_first, together
-from jfsdp.checkpoint.disk.reader import CheckpointSource
+from jfsdp.checkpoint.disk.reader import CheckpointSource, open_checkpoint
 from jfsdp.checkpoint.frozen import check_base, frozen_digests, without_frozen
 from jfsdp.checkpoint.layers import ConvertedLayers
 from jfsdp.checkpoint.source import Source, subset, total_bytes
@@ -27,6 +26,7 @@ from jfsdp.checkpoint.to_devices import place
 from jfsdp.layout.lora import A, Adapter
 from jfsdp.layout.report import differing_frozen, layout_to_dict, list_differences
 from jfsdp.layout.select import select_leaves
+from jfsdp.objects.path import AnyPath, ObjectPath, as_path
 from jfsdp.train.state import TrainState, with_work
 
 
@@ -48,58 +48,37 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
       ValueError: if `path` exists; checkpoints are never overwritten.
       OSError: if the disk is full or not writable.
     """
-    from jfsdp.checkpoint.disk.writer import Writer
-
-    path = local_path(path)
+    path = absolute_path(path)
+    place, locks = place_of(path), []
     with contextlib.ExitStack() as stack:
-        only_first(lambda: stack.enter_context(locked_path(path)))
-        writer = stack.enter_context(contextlib.closing(Writer()))
-        start_save(writer, path, state, extra, config, None, frozen=frozen)
+        only_first(lambda: locks.append(stack.enter_context(place.locked_path(path))))
+        writer = stack.enter_context(contextlib.closing(place.make_writer()))
+        start_save(
+            writer,
+            path,
+            state,
+            extra,
+            config,
+            None,
+            frozen=frozen,
+            before_commit=lambda: [lock.check() for lock in locks],
+        )
         with readable_errors(path, bytes_of(state)):
             wait_for(writer)
 
 
-@contextlib.contextmanager
-def locked_path(path: Path) -> Iterator[None]:
-    """Lock a new checkpoint path, so that only one process writes to it."""
-    check_path(path)
-    check_free(path)
-    with readable_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_name(f"{path.name}{UNFINISHED}.lock")
-        lock = Lock(lock, f"checkpoint {path}: is being written by", "or choose another path")
-    try:
-        check_free(path)
-        yield
-    finally:
-        lock.release()
+def place_of(path: AnyPath) -> ModuleType:
+    """Return the functions for directories of checkpoints where this path is."""
+    if isinstance(path, ObjectPath):
+        from jfsdp.checkpoint.objects import place as in_store
 
-
-def check_free(path: Path) -> None:
-    """Check that nothing exists at a path."""
-    if path.exists():
-        raise ValueError(f"checkpoint {path}: already exists; choose another path, or remove it first")
-
-
-def unfinished(path: Path) -> Path:
-    """Return the directory of a checkpoint that is not yet complete."""
-    return path.with_name(path.name + UNFINISHED)
-
-
-def make_unfinished(path: Path, needed: int) -> None:
-    """Create the directory of an unfinished checkpoint of `needed` bytes. Removes an earlier unfinished one.
-
-    The caller has locked the path.
-    """
-    check_space(path, needed - bytes_below(unfinished(path)))  # the unfinished checkpoint is removed
-    with readable_errors(path, needed):
-        shutil.rmtree(unfinished(path), ignore_errors=True)
-        unfinished(path).mkdir()
+        return in_store
+    return on_disk
 
 
 def start_save(
     writer: Any,
-    path: Path,
+    path: AnyPath,
     state: TrainState,
     extra: Any,
     config: Any,
@@ -107,6 +86,7 @@ def start_save(
     *,
     frozen: bool,
     on_commit: Callable[[], Any] = lambda: None,
+    before_commit: Callable[[], Any] = lambda: None,
 ) -> None:
     """Copy a state to the host and begin to write it. Every process must call this; see `Checkpointer.save`."""
     from jfsdp.checkpoint.disk.pieces import check_dtypes, copy_pieces
@@ -125,12 +105,12 @@ def start_save(
     manifest = make_manifest(arrays, path.name, step=int(state.step), metrics=given[0][1], base=base)
     documents = {MANIFEST: manifest, LAYOUT: layout_to_dict(state.layout), CONFIG: config}
     documents[EXTRA] = [extra for extra, _ in given]
-    needed, partial = total_bytes(arrays.values()), unfinished(path)
-    only_first(lambda: make_unfinished(path, needed))
-    in_all(lambda: check_open_files(path))
+    needed, place = total_bytes(arrays.values()), place_of(path)
+    partial = as_path(only_first(lambda: str(place.begin(path, needed))))
+    in_all(lambda: place.check_process(path))
     pieces = in_all(lambda: copy_pieces(state))  # reports a process without memory for its copy; orbax would wait long
     with readable_errors(path, needed):
-        writer.start(partial, path, pieces, documents, on_commit)
+        writer.start(partial, path, pieces, documents, on_commit, before_commit)
 
 
 def wait_for(writer: Any) -> None:
@@ -216,7 +196,7 @@ def _open(path: Any, like: TrainState, only: Any, skip: Any) -> tuple[Checkpoint
     Raises:
       ValueError: if names, logical shapes or dtypes differ from those of `like`; lists them.
     """
-    source, requested = CheckpointSource(path), logical_arrays(like)
+    source, requested = open_checkpoint(path), logical_arrays(like)
     base = {f"params.{name}" for name in source.manifest.get("base", ())}
     wanted = [name for name in choose(requested, only, skip) if name not in base]
     if not wanted:

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from jfsdp.checkpoint.disk.digest import find_damage, find_undigested, list_files, read_digests
-from jfsdp.checkpoint.disk.files import SUMS, DamagedError, part_of
-from jfsdp.checkpoint.disk.paths import local_path
-from jfsdp.checkpoint.disk.reader import CheckpointSource
+from jfsdp.checkpoint.disk.files import ARRAYS, COMMIT, SUMS, DamagedError, part_of
+from jfsdp.checkpoint.disk.paths import absolute_path
+from jfsdp.checkpoint.disk.reader import open_checkpoint
 from jfsdp.checkpoint.finite import Counted
 from jfsdp.checkpoint.source import PIECE_BYTES, Progress, grid, ignore_progress
 
@@ -51,18 +51,18 @@ def verify(path: Any, *, progress: Progress = ignore_progress) -> Verified:
     Raises:
       ValueError: if there is no checkpoint.
     """
-    path = local_path(path)
+    path = absolute_path(path)
     try:
-        source = CheckpointSource(path, cache_bytes=0)
-        digests = read_digests(path)
+        source = open_checkpoint(path, cache_bytes=0)
+        digests = read_digests(source.files)
     except ValueError as error:
-        is_there = (path / SUMS).exists() or (path / "arrays").exists()
+        is_there = any((path / name).exists() for name in (COMMIT, SUMS, ARRAYS))
         if not is_there and not isinstance(error, DamagedError):
             raise
         return Verified((str(error),), True, (), 0, 0, 0)
     parts = {part_of(name) for name in source.arrays}
-    problems = find_undigested(sorted(parts), digests) + find_damage(path, digests, digests, progress)
-    files = list_files(path)
+    problems = find_undigested(sorted(parts), digests) + find_damage(source.files, digests, digests, progress)
+    files = list_files(source.files)
     remarks = [f"{name} is not part of the checkpoint" for name in files if name not in digests]
     counted = Counted(source)
     for name in source.arrays if not problems else ():
@@ -71,6 +71,6 @@ def verify(path: Any, *, progress: Progress = ignore_progress) -> Verified:
                 progress(name, counted.read(name, index).nbytes)
         except ValueError as error:
             problems.append(str(error))
-    num_bytes = sum((path / name).stat().st_size for name in files)
+    num_bytes = sum((source.files / name).stat().st_size for name in files)
     lines = (*problems, *counted.lines())
     return Verified(lines, bool(problems), tuple(remarks), len(files), num_bytes, len(source.arrays))

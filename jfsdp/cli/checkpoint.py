@@ -17,7 +17,7 @@ from jfsdp.checkpoint.diff import Differences, diff
 from jfsdp.checkpoint.disk.digest import check_documents
 from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
 from jfsdp.checkpoint.disk.paths import find_checkpoint, find_checkpoints
-from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
+from jfsdp.checkpoint.disk.reader import STREAM_BYTES, open_checkpoint
 from jfsdp.checkpoint.foreign.peft_files import CONFIG, open_peft
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.source import PIECE_BYTES, Watched, subset, total_bytes
@@ -192,7 +192,7 @@ def _open(path: str) -> Any:
         return open_peft(place).source
     if not is_checkpoint(path) and any(place.glob("*.safetensors")):
         return SafetensorsSource(place)
-    return CheckpointSource(find_checkpoint(path), cache_bytes=STREAM_BYTES)
+    return open_checkpoint(find_checkpoint(path), cache_bytes=STREAM_BYTES)
 
 
 def _row(path: Path) -> dict[str, Any]:

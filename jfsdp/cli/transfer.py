@@ -15,7 +15,7 @@ import tyro
 
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT
 from jfsdp.checkpoint.disk.paths import find_checkpoint
-from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
+from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource, open_checkpoint
 from jfsdp.checkpoint.foreign.mapping import as_name_map
 from jfsdp.checkpoint.foreign.peft_files import CONFIG as PEFT_CONFIG
 from jfsdp.checkpoint.foreign.safetensors import CONFIG as HF_CONFIG
@@ -65,7 +65,7 @@ class Convert:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, convert
 
         path = find_checkpoint(self.path)
-        total = total_bytes(CheckpointSource(path).arrays.values())
+        total = total_bytes(open_checkpoint(path).arrays.values())
         with progress_of(self.json, "converting", MEMORY_BYTES, total) as progress:
             lines = convert(
                 path,
@@ -124,7 +124,7 @@ class Export(_ModelOptions):
         from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
 
         path = find_checkpoint(self.path)
-        source = CheckpointSource(path)
+        source = open_checkpoint(path)
         stored = {name: found for name in ("config", "pretrained") if isinstance(found := source.stated(name), dict)}
         job = _find_job(self, stored)
         if (source.manifest["layout"] or {}).get("adapters"):

@@ -13,10 +13,7 @@ import jax
 
 from jfsdp.checkpoint.disk.digest import Digests, hash_files, list_files, write_digests
 from jfsdp.checkpoint.disk.files import ARRAYS, sync, write_json
-
-
-class IncompleteError(Exception):
-    """Another process did not write its part; that process raises the cause."""
+from jfsdp.checkpoint.writer import IncompleteError
 
 
 def hash_local_files(arrays: Path) -> None:

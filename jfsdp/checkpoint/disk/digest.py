@@ -14,18 +14,21 @@ from pathlib import Path
 
 from jfsdp.checkpoint.disk.files import ARRAYS, SUMS, damaged, inside, write_text
 from jfsdp.checkpoint.source import Progress, ignore_progress
+from jfsdp.objects.path import AnyPath, ObjectPath, StoreError
 
 Digests = dict[str, str]
 _THREADS = min(8, os.cpu_count() or 1)
 
 
-def list_files(path: Path) -> list[str]:
+def list_files(path: AnyPath) -> list[str]:
     """List the files below a directory, as paths relative to it, except the file of digests."""
+    if isinstance(path, ObjectPath):
+        return [name for name in path.walk() if name != SUMS]
     found = (Path(where) / name for where, _, names in os.walk(path) for name in names)
     return sorted(name for file in found if (name := file.relative_to(path).as_posix()) != SUMS)
 
 
-def hash_files(path: Path, names: Iterable[str], on_done: Progress = ignore_progress) -> Digests:
+def hash_files(path: AnyPath, names: Iterable[str], on_done: Progress = ignore_progress) -> Digests:
     """Hash files in parallel. A file that cannot be read gets an empty digest.
 
     Args:
@@ -36,8 +39,10 @@ def hash_files(path: Path, names: Iterable[str], on_done: Progress = ignore_prog
         try:
             with (path / name).open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-                on_done(name, os.fstat(file.fileno()).st_size)
+                on_done(name, file.tell())
                 return name, digest
+        except StoreError:
+            raise
         except OSError:
             on_done(name, 0)
             return name, ""
@@ -47,12 +52,17 @@ def hash_files(path: Path, names: Iterable[str], on_done: Progress = ignore_prog
 
 
 def write_digests(path: Path, digests: Mapping[str, str]) -> None:
-    """Write the digests of a checkpoint's files, followed by a digest of these lines."""
+    """Write the digests of a checkpoint's files."""
+    write_text(path / SUMS, digest_lines(digests))
+
+
+def digest_lines(digests: Mapping[str, str]) -> str:
+    """Return the lines of the file of digests, followed by a digest of these lines."""
     lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
-    write_text(path / SUMS, f"{lines}# {_digest(lines)}\n")
+    return f"{lines}# {_digest(lines)}\n"
 
 
-def read_digests(path: Path) -> Digests:
+def read_digests(path: AnyPath) -> Digests:
     """Read the digests of a checkpoint's files.
 
     Raises:
@@ -90,7 +100,7 @@ def find_undigested(parts: Iterable[str], digests: Mapping[str, str]) -> list[st
 
 
 def find_damage(
-    path: Path, names: Iterable[str], digests: Mapping[str, str], on_done: Progress = ignore_progress
+    path: AnyPath, names: Iterable[str], digests: Mapping[str, str], on_done: Progress = ignore_progress
 ) -> list[str]:
     """Compare files with their digests; return a line for each file that is missing or differs."""
     found = hash_files(path, names, on_done)
@@ -104,7 +114,7 @@ def find_damage(
     return problems
 
 
-def check_documents(path: Path) -> None:
+def check_documents(path: AnyPath) -> None:
     """Check the JSON files of a checkpoint before their contents are used.
 
     Raises:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jfsdp.objects.path import StoreError
+
 OPEN_FILES = 48
 """Open files that a save may need. A save of 160 arrays succeeded with 40 left, and failed with 24 (orbax 0.12)."""
 
@@ -24,6 +26,8 @@ def readable_errors(path: Any, needed: int | None = None) -> Iterator[None]:
     """
     try:
         yield
+    except StoreError:
+        raise
     except Exception as error:
         for code, phrases in _DISK_ERRORS.items():
             if getattr(error, "errno", None) == code or any(phrase in str(error) for phrase in phrases):

@@ -23,9 +23,12 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from jfsdp.objects.path import AnyPath, ObjectPath, as_path
+
 FORMAT = 2
 ARRAYS, MANIFEST, LAYOUT = "arrays", "manifest.json", "layout.json"
-CONFIG, EXTRA, SUMS = "config.json", "extra.json", "SHA256SUMS"
+CONFIG, EXTRA, SUMS, COMMIT = "config.json", "extra.json", "SHA256SUMS", "COMMIT"
+INDEX = "index.json"  # of the arrays of a part, in an object store
 UNFINISHED = ".jfsdp-tmp"
 
 
@@ -44,7 +47,22 @@ def damaged(path: Any, what: str) -> DamagedError:
     return DamagedError(f"checkpoint {path}: is damaged: {what}; {remedy}")
 
 
-def inside(directory: Path, name: Any) -> Path:
+def content_path(path: AnyPath) -> AnyPath:
+    """Return where the files of a checkpoint are: at its path, or in an object store where its COMMIT says.
+
+    Raises:
+      ValueError: if COMMIT is damaged.
+    """
+    try:
+        commit = json.loads((path / COMMIT).read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return path
+    except ValueError as error:
+        raise damaged(path, f"{COMMIT} ({error})") from error
+    return inside(path, commit.get("content") if isinstance(commit, dict) else None)
+
+
+def inside(directory: AnyPath, name: Any) -> AnyPath:
     """Return the path of a file that a document in a directory names. Links in the directory are followed.
 
     Raises:
@@ -98,10 +116,11 @@ def read_manifest(path: Any) -> dict[str, Any]:
     Raises:
       ValueError: if the directory is not a complete checkpoint, is damaged, or has another format.
     """
-    path = Path(path)
-    if (path / MANIFEST).is_file():
-        manifest = read_json(path, MANIFEST)
-    elif (path / SUMS).is_file() or (path / ARRAYS).is_dir():
+    path = as_path(path)
+    files = content_path(path)
+    if (files / MANIFEST).is_file():
+        manifest = read_json(files, MANIFEST)
+    elif files != path or (files / SUMS).is_file() or (files / ARRAYS).is_dir():
         raise damaged(path, f"{MANIFEST} is missing")
     elif path in step_paths(path.parent) and not any(path.iterdir()):
         raise damaged(path, "the directory is empty")
@@ -117,13 +136,19 @@ def read_manifest(path: Any) -> dict[str, Any]:
         written, named = numbers
         reason = f"it was written as step {written} and is not step {named}; if only its name is wrong, use {written}"
         raise damaged(path, reason)
-    return manifest | {file.removesuffix(".json"): read_json(path, file) for file in (LAYOUT, CONFIG, EXTRA)}
+    return manifest | {file.removesuffix(".json"): read_json(files, file) for file in (LAYOUT, CONFIG, EXTRA)}
 
 
-def step_paths(directory: Path) -> list[Path]:
+def step_paths(directory: AnyPath) -> list[Any]:
     """List the complete steps of a run, oldest first."""
-    named = (path for path in directory.glob("*") if path.name.isdecimal() and path.name == str(int(path.name)))
-    return sorted((path for path in named if path.is_dir()), key=lambda path: int(path.name))
+    found = directory.iterdir() if isinstance(directory, ObjectPath) else directory.glob("*")
+    named = (path for path in found if path.name.isdecimal() and path.name == str(int(path.name)))
+    return sorted((path for path in named if is_complete(path)), key=lambda path: int(path.name))
+
+
+def is_complete(path: AnyPath) -> bool:
+    """Return whether a step that was found is a checkpoint: on disk by its name, in an object store by its COMMIT."""
+    return (path / COMMIT).is_file() if isinstance(path, ObjectPath) else path.is_dir()
 
 
 def bytes_below(path: Path) -> int:
@@ -136,7 +161,7 @@ def bytes_below(path: Path) -> int:
     return num_bytes
 
 
-def read_json(path: Path, name: Any) -> Any:
+def read_json(path: AnyPath, name: Any) -> Any:
     """Read a JSON file of a checkpoint.
 
     Raises:
@@ -150,9 +175,14 @@ def read_json(path: Path, name: Any) -> Any:
         raise damaged(path, f"{name} ({error})") from error
 
 
+def json_text(value: Any) -> bytes:
+    """Return the contents of a JSON file."""
+    return (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode()
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file and sync it to disk."""
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json_text(value).decode())
 
 
 def write_text(path: Path, text: str) -> None:

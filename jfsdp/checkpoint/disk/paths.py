@@ -7,23 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.arguments import did_you_mean
-from jfsdp.checkpoint.disk.files import ARRAYS, MANIFEST, SUMS, step_paths
+from jfsdp.checkpoint.disk.files import ARRAYS, COMMIT, MANIFEST, SUMS, step_paths
+from jfsdp.objects.path import AnyPath, as_path
 
 
-def local_path(path: Any) -> Path:
-    """Return a path as an absolute one, with `~` expanded.
+def absolute_path(path: Any) -> Any:
+    """Return a path as an absolute `Path`, with `~` expanded, or as an `ObjectPath`.
 
     Raises:
-      ValueError: if the path is invalid, or an address of an object store.
+      ValueError: if the path is invalid.
     """
     if not str(path) or "\0" in str(path):
         raise ValueError(f"checkpoint {path!r}: is not a path; name a directory")
-    if "://" in str(path):
-        raise ValueError(f"checkpoint {path}: is an address; object stores are not supported, use a shared file system")
-    return Path(path).expanduser().absolute()
+    found = as_path(path)
+    return found.absolute() if isinstance(found, Path) else found
 
 
-def existing_path(path: Any, what: str = "") -> Path:
+def existing_path(path: Any, what: str = "") -> Any:
     """Return a path that exists.
 
     Args:
@@ -32,25 +32,25 @@ def existing_path(path: Any, what: str = "") -> Path:
     Raises:
       ValueError: if the path does not exist; if it may be a name on the Hub, with the command that downloads the model.
     """
-    found = Path(path).expanduser()
+    found = as_path(path)
     if found.exists():
         return found
     name, remedy = str(path), ""
     if re.fullmatch(r"[\w-]+|\w[\w.-]*/\w[\w.-]*", name):
         command = f"hf download {name}{what} --local-dir {name.rpartition('/')[2]}"
         remedy = f"; for a model of the Hugging Face Hub: pip install huggingface_hub; {command}; pass its directory"
-    near = [file.name for file in found.parent.iterdir()] if found.parent.is_dir() else []
+    near = [file.name for file in found.parent.iterdir()] if found.name and found.parent.is_dir() else []
     raise ValueError(f"{name}: there is no such file or directory{did_you_mean(found.name, near)}{remedy}")
 
 
-def find_checkpoints(path: Any) -> list[Path]:
+def find_checkpoints(path: Any) -> list[Any]:
     """Return the checkpoints at a path, oldest first: itself, or all steps of a run.
 
     Raises:
       ValueError: if there is none.
     """
-    path = local_path(path)
-    if any((path / name).exists() for name in (MANIFEST, SUMS, ARRAYS)):
+    path = absolute_path(path)
+    if any((path / name).exists() for name in (MANIFEST, COMMIT, SUMS, ARRAYS)):
         return [path]
     for directory in (path, path / "checkpoints"):
         if steps := step_paths(directory):
@@ -59,7 +59,7 @@ def find_checkpoints(path: Any) -> list[Path]:
     raise ValueError(f"checkpoint {path}: {what}; pass a checkpoint, a step of a run, or the directory of a run")
 
 
-def find_checkpoint(path: Any) -> Path:
+def find_checkpoint(path: Any) -> AnyPath:
     """Return the checkpoint at a path, or the newest of a run.
 
     Raises:

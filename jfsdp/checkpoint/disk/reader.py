@@ -12,17 +12,27 @@ import jax
 import numpy as np
 
 from jfsdp.checkpoint.disk import digest
-from jfsdp.checkpoint.disk.files import ARRAYS, damaged, part_of, read_manifest
+from jfsdp.checkpoint.disk.files import ARRAYS, content_path, damaged, part_of, read_manifest
 from jfsdp.checkpoint.disk.logical_arrays import read_shapes
-from jfsdp.checkpoint.disk.paths import local_path
+from jfsdp.checkpoint.disk.paths import absolute_path
 from jfsdp.checkpoint.disk.processes import together
 from jfsdp.checkpoint.source import Index
+from jfsdp.objects.path import is_address
 
 CACHE_BYTES = 256 << 20
 """Size of the cache of chunks, when the slices of many devices are read at once and share chunks."""
 
 STREAM_BYTES = 64 << 20
 """Size of the cache when arrays are read once, in pieces. A larger one is slower and fragments memory."""
+
+
+def open_checkpoint(path: Any, *, cache_bytes: int | None = None) -> CheckpointSource:
+    """Open a checkpoint on disk or in an object store; see `CheckpointSource`."""
+    if is_address(path):
+        from jfsdp.checkpoint.objects.reader import ObjectSource
+
+        return ObjectSource(path, cache_bytes=cache_bytes)
+    return CheckpointSource(path, cache_bytes=cache_bytes)
 
 
 class CheckpointSource:
@@ -37,8 +47,9 @@ class CheckpointSource:
 
     def __init__(self, path: Any, *, cache_bytes: int | None = None):
         self._cache_bytes = CACHE_BYTES if cache_bytes is None else cache_bytes
-        self.path = local_path(path)
-        digest.check_documents(self.path)
+        self.path = absolute_path(path)
+        self.files = content_path(self.path)
+        digest.check_documents(self.files)
         self.manifest = read_manifest(self.path)
         self._stores: dict[str, Any] = {}
         self.arrays: Mapping[str, jax.ShapeDtypeStruct] = read_shapes(self.manifest["arrays"])

@@ -8,13 +8,9 @@ The directories are regular orbax checkpoints that any orbax reads.
 from __future__ import annotations
 
 import asyncio
-import atexit
 import contextlib
 import dataclasses
 import shutil
-import sys
-import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,10 +21,11 @@ import orbax.checkpoint as ocp
 import orbax.checkpoint.future as futures
 import tensorstore as ts
 
-from jfsdp.checkpoint.disk.commit import IncompleteError, check_all_wrote, check_merged, commit, hash_local_files
+from jfsdp.checkpoint.disk.commit import check_all_wrote, check_merged, commit, hash_local_files
 from jfsdp.checkpoint.disk.files import ARRAYS, bytes_below, part_of
 from jfsdp.checkpoint.disk.pieces import Pieces
 from jfsdp.checkpoint.source import Index, cell_of
+from jfsdp.checkpoint.writer import Writer
 
 FILE_BYTES = 128 << 20
 """Approximate size of the files that combine chunks. Chunks wait in memory until a file is full; a core hashes each."""
@@ -148,98 +145,34 @@ class _Commit:
                 hash_local_files(self.directory)
 
 
-_WRITERS: weakref.WeakSet[Writer] = weakref.WeakSet()
-
-
-def _finish_all() -> None:
-    """Wait for unfinished checkpoints when a program ends without `close`."""
-    for writer in list(_WRITERS):
-        try:
-            if not writer.wait():
-                print("jfsdp: the last checkpoint was not written: another process failed", file=sys.stderr)
-        except Exception as error:
-            print(f"jfsdp: the last checkpoint was not written: {error}", file=sys.stderr)
-
-
-# `atexit` is too late, because thread pools then accept no more work and orbax still submits some. Python has no other
-# hook that is early enough (searched in 3.11 to 3.14).
-getattr(threading, "_register_atexit", atexit.register)(_finish_all)
-
-
-class Writer:
-    """Writes checkpoints in the background, one after the other. The program does not end before they are written."""
+class DiskWriter(Writer):
+    """Writes to disk through orbax."""
 
     def __init__(self) -> None:
+        super().__init__()
         options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S, create_directories_asynchronously=False)
         self._handler = _StateHandler()
         self._orbax = ocp.AsyncCheckpointer(self._handler, async_options=options)
-        self._thread: threading.Thread | None = None
-        self._partial: Path | None = None
-        self._error: BaseException | None = None
-        _WRITERS.add(self)
 
-    def start(
-        self, partial: Path, path: Path, arrays: Mapping[str, Pieces], documents: Mapping[str, Any],
-        on_commit: Callable[[], Any] = lambda: None, before_commit: Callable[[], Any] = lambda: None,
-    ) -> None:  # fmt: skip
-        """Begin to write a checkpoint, which appears at `path` when it is complete. Every process must call this.
+    def begin(self, arrays: Mapping[str, Pieces]) -> Callable[[], Any]:
+        self._orbax.save(self._partial / ARRAYS, _SaveState(arrays))
 
-        Args:
-          partial: the directory to write into, next to `path`; process 0 has created it.
-          documents: contents of the JSON files, by file name.
-          before_commit: called in process 0 when all arrays are written. If it raises, there is no checkpoint.
-          on_commit: called in process 0 when the checkpoint is complete.
-        """
-        self._partial = partial
-        self._orbax.save(partial / ARRAYS, _SaveState(arrays))
+        def wait() -> None:
+            self._orbax.wait_until_finished()
+            if self._handler.error is not None:
+                raise self._handler.error
 
-        def finish() -> None:
-            try:
-                self._orbax.wait_until_finished()
-                if self._handler.error is not None:
-                    raise self._handler.error
-                if jax.process_index() == 0:
-                    before_commit()
-                    commit(partial, path, documents)
-                    on_commit()
-            except BaseException as error:  # `wait` raises it in the caller's thread
-                self._error = error
+        return wait
 
-        self._thread = threading.Thread(target=finish, name="jfsdp-checkpoint")
-        self._thread.start()
-
-    def wait(self) -> bool:
-        """Wait until the checkpoint is complete; raise this process's error.
-
-        Returns:
-          False if another process could not write its part.
-        """
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        error, self._error = self._error, None
-        if isinstance(error, IncompleteError):
-            return False
-        if error is not None:
-            raise error
-        return True
+    def commit(self, path: Any, documents: Mapping[str, Any], check: Callable[[], Any]) -> None:
+        check()
+        commit(self._partial, path, documents)
 
     def num_bytes(self) -> int:
-        """Return the bytes on disk of the checkpoint in progress, over all processes."""
         return 0 if self._partial is None else bytes_below(self._partial)
 
-    def remove_unfinished(self) -> None:
-        """Remove the unfinished checkpoint; only process 0 does, after its own `wait`."""
-        if self._partial is not None and jax.process_index() == 0:
-            shutil.rmtree(self._partial, ignore_errors=True)
+    def remove(self) -> None:
+        shutil.rmtree(self._partial, ignore_errors=True)
 
-    def close(self) -> None:
-        """Wait, and stop the threads. An unfinished checkpoint is removed."""
-        try:
-            if not self.wait():
-                self.remove_unfinished()
-        except Exception:
-            self.remove_unfinished()
-            raise
-        finally:
-            self._orbax.close()
+    def stop(self) -> None:
+        self._orbax.close()

@@ -16,7 +16,7 @@ from jfsdp.arguments import PathLike, Seed, checked
 from jfsdp.checkpoint.disk.logical_arrays import single_array
 from jfsdp.checkpoint.disk.paths import existing_path, find_checkpoint, find_checkpoints
 from jfsdp.checkpoint.disk.processes import gather_json, in_all
-from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource
+from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource, open_checkpoint
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Names, Shapes, as_name_map
 from jfsdp.checkpoint.foreign.peft import adapter_source
@@ -188,7 +188,7 @@ def our_parameters(
     """
 
     def open_source() -> tuple[CheckpointSource, dict[str, str], Source]:
-        source = CheckpointSource(find_checkpoint(path), cache_bytes=cache_bytes)
+        source = open_checkpoint(find_checkpoint(path), cache_bytes=cache_bytes)
         stated = source.stated("pretrained")
         if stated and config is not None and names is not None and (name_map := as_name_map(names)).from_config:
             _compare(source.path, name_map, dict(name_map.from_config(stated)), config, "the checkpoint")
@@ -295,7 +295,7 @@ def stated_config(path: Any) -> dict[str, Any]:
     """Return the Hugging Face configuration of weights, from `config.json` or a jfsdp checkpoint; empty without one."""
     if has_config(path):
         return read_config(path)
-    return (CheckpointSource(find_checkpoint(path)).stated("pretrained") if is_checkpoint(path) else None) or {}
+    return (open_checkpoint(find_checkpoint(path)).stated("pretrained") if is_checkpoint(path) else None) or {}
 
 
 def has_config(path: Any) -> bool:

@@ -20,16 +20,20 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from jfsdp.checkpoint.disk.files import content_path, step_paths
 from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.launch.environment import LAUNCHED
+from jfsdp.objects.path import AnyPath, is_address
 from jfsdp.trainer.run import resume_rules
+from jfsdp.trainer.run.stored import StoredRun
+
+RunDir = Path | StoredRun
 
 
 def new_run_dir(name: str, root: str = "runs") -> Path:
@@ -53,13 +57,23 @@ def newest_run_dir(name: str, root: str = "runs") -> Path:
     return found[-1]
 
 
-def checkpoint_steps(run_dir: Path) -> list[int]:
+def open_run_dir(run_dir: str) -> RunDir:
+    """Return the directory of a run, on disk or in an object store."""
+    return StoredRun(run_dir) if is_address(run_dir) else Path(run_dir).expanduser()
+
+
+def publish(run_dir: RunDir) -> None:
+    """Make all that was written so far visible, if the run is in an object store."""
+    if isinstance(run_dir, StoredRun):
+        run_dir.push()
+
+
+def checkpoint_steps(run_dir: RunDir) -> list[int]:
     """List the complete checkpoints of a run without opening them."""
-    directory = run_dir / "checkpoints"
-    return sorted(int(path.name) for path in directory.glob("*") if path.name.isdecimal()) if directory.is_dir() else []
+    return [int(path.name) for path in step_paths(run_dir / "checkpoints")]
 
 
-def check_writable(run_dir: Path) -> None:
+def check_writable(run_dir: RunDir) -> None:
     """Create the directory if needed, and check that it is writable.
 
     Raises:
@@ -74,7 +88,7 @@ def check_writable(run_dir: Path) -> None:
 
 
 @contextlib.contextmanager
-def _named(run_dir: Path) -> Iterator[None]:
+def _named(run_dir: RunDir) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -83,7 +97,7 @@ def _named(run_dir: Path) -> Iterator[None]:
         ) from error
 
 
-def check_new(run_dir: Path) -> None:
+def check_new(run_dir: RunDir) -> None:
     """Check that a directory does not contain a run. An empty metrics.jsonl remains from a run that never trained.
 
     Raises:
@@ -103,7 +117,7 @@ def check_new(run_dir: Path) -> None:
         )
 
 
-def resume_step(run_dir: Path, resume: str) -> int:
+def resume_step(run_dir: RunDir, resume: str) -> int:
     """Return the step to resume from: `resume` as a number, or for "auto" the latest step, or 0 without checkpoints.
 
     Raises:
@@ -127,13 +141,13 @@ def write_json(path: Path, value: Any) -> None:
     os.replace(partial, path)
 
 
-def read_config(run_dir: Path) -> dict[str, Any]:
+def read_config(run_dir: Any) -> dict[str, Any]:
     """Read `config.json`; empty if there is none.
 
     Raises:
       ValueError: if the file is damaged.
     """
-    path = run_dir / "config.json"
+    path = content_path(run_dir) / "config.json"
     if not path.exists():
         return {}
     try:
@@ -143,7 +157,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not the configuration of a run ({error}); restore or remove it") from error
 
 
-def check_same(run_dir: Path, decides: Mapping[str, Any]) -> None:
+def check_same(run_dir: RunDir, decides: Mapping[str, Any]) -> None:
     """Check that a run can be resumed with these settings (`resume_rules.RULES`).
 
     Raises:
@@ -156,7 +170,7 @@ def check_same(run_dir: Path, decides: Mapping[str, Any]) -> None:
         )
 
 
-def rewind(run_dir: Path, step: int) -> Path | None:
+def rewind(run_dir: RunDir, step: int) -> AnyPath | None:
     """Make `step` the last step of a run: remove later checkpoints, and later lines of metrics.jsonl.
 
     If there are later checkpoints, they move to `replaced-N`, with a copy of metrics.jsonl. Lines without later
@@ -169,12 +183,15 @@ def rewind(run_dir: Path, step: int) -> Path | None:
     later = [other for other in checkpoint_steps(run_dir) if other > step]
     metrics = run_dir / "metrics.jsonl"
     if later:
+        from jfsdp.checkpoint.store import place_of
+
         aside = next(path for n in range(1, 10**6) if not (path := run_dir / f"replaced-{n}").exists())
-        aside.mkdir()
+        place = place_of(aside)
+        place.prepare(aside)
         if metrics.exists():
-            shutil.copy2(metrics, aside)
+            (aside / metrics.name).write_bytes(metrics.read_bytes())
         for other in later:
-            os.replace(run_dir / "checkpoints" / str(other), aside / str(other))
+            place.move(run_dir / "checkpoints" / str(other), aside / str(other))
     if metrics.exists():
         lines = metrics.read_text().splitlines()
         kept = [line for line in lines if (at := _step_of(line)) is not None and at <= step]
@@ -193,16 +210,20 @@ def _step_of(line: str) -> int | None:
 
 
 @contextlib.contextmanager
-def lock_run_dir(run_dir: Path) -> Iterator[None]:
+def lock_run_dir(run_dir: RunDir) -> Iterator[None]:
     """Create the directory and lock it for this process.
 
     Raises:
       ValueError: if it cannot be created, or another process has the lock; names the directory.
     """
-    what = f"run directory {str(run_dir)!r} is in use by"
+    what, remedy = f"run directory {str(run_dir)!r} is in use by", "stop it, or name another --run-dir"
+    if isinstance(run_dir, StoredRun):
+        with run_dir.in_use(what, remedy):
+            yield
+        return
     with _named(run_dir):
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = Lock(run_dir / "lock", what, "stop it, or name another --run-dir")
+        lock = Lock(run_dir / "lock", what, remedy)
     try:
         yield
     finally:

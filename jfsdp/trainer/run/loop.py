@@ -7,7 +7,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from jfsdp.train.step.step import Metrics, TrainStep
 from jfsdp.trainer.display import Display, accuracy, describe, time_left
 from jfsdp.trainer.options import as_options
 from jfsdp.trainer.run.config import TrainConfig
+from jfsdp.trainer.run.directory import RunDir, publish
 from jfsdp.trainer.run.evaluate import Evaluation
 from jfsdp.trainer.run.goodput import Goodput, Pace
 from jfsdp.trainer.run.metrics import Record, Throughput, closing, memory_bytes
@@ -65,7 +65,7 @@ class Loop:
     stop: StopSignal
     display: Display
     writers: Sequence[Any]
-    run_dir: Path
+    run_dir: RunDir
     watch: Watch
     goodput: Goodput
     described: Any = None
@@ -181,6 +181,7 @@ class Loop:
         record = self.last_record if self.last_record and self.last_record["step"] == step else {}
         metrics = {name: value for name, value in record.items() if isinstance(value, float) and math.isfinite(value)}
         with self.watch.at(f"saving step {step}", PATIENT, self.checkpoints.num_bytes):
+            publish(self.run_dir)
             self.checkpoints.save(step, state, self._extra(), config=self.described, metrics=metrics)
         self.last_saved = step
 

@@ -10,12 +10,12 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from jfsdp.checkpoint.disk.files import DamagedError
+from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.snapshot import Snapshots, snapshot_dir
 from jfsdp.compat import warn
 from jfsdp.launch.environment import RESTART
@@ -57,7 +57,7 @@ class Run:
       loop: the training loop; None until it is ready to start.
     """
 
-    def __init__(self, parts: Parts, run_dir: Path, stored: Mapping[str, Any], begin: float, watch: Watch):
+    def __init__(self, parts: Parts, run_dir: runs.RunDir, stored: Mapping[str, Any], begin: float, watch: Watch):
         self.config, self.parts, self.run_dir, self.begin, self.watch = parts.config, parts, run_dir, begin, watch
         self.hf_config = initial_hf_config(self.config, stored)
         self.begun = gather_json(stored.get("begun", time.time()))[0]
@@ -104,14 +104,16 @@ class Run:
 
     def _check_directory(self) -> int:
         """Check the run directory before any work, and return the number of completed steps."""
-        if self.is_writer and self.config.resume is not None and (self.run_dir / "checkpoints").is_dir():
+        if self.is_writer and self.config.resume is not None and (self.run_dir / "checkpoints").exists():
             with open_checkpoints(self.config, self.run_dir) as checkpoints:
                 checkpoints.remove_unfinished()  # frees space if the disk was full
         wait_for_all("removed unfinished saves")
         runs.check_writable(self.run_dir)
         if self.config.resume is None:
             runs.check_new(self.run_dir)
-        first = 0 if self.config.resume is None else runs.resume_step(self.run_dir, self.config.resume)
+        resume = self.config.resume
+        # Decided once: processes may see different steps in an object store.
+        first = 0 if resume is None else only_first(lambda: runs.resume_step(self.run_dir, resume))
         wait_for_all("checked")  # process 0 writes into the directory afterwards, and others would see a run there
         self.like = self.parts.step.abstract_state()
         if self.config.snapshot_every:
@@ -166,6 +168,7 @@ class Run:
         described = json.loads(json.dumps(described, default=str))
         if self.is_writer:
             runs.write_json(self.run_dir / "config.json", described)
+            runs.publish(self.run_dir)
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopSignal())
             checkpoints = open_checkpoints(config, self.run_dir)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.checkpoint.disk.paths import find_checkpoint
-from jfsdp.checkpoint.disk.reader import CheckpointSource
+from jfsdp.checkpoint.disk.reader import open_checkpoint
 from jfsdp.checkpoint.foreign import pretrained
 from jfsdp.checkpoint.foreign.peft_files import open_peft
 from jfsdp.checkpoint.manager import Checkpointer
@@ -92,7 +92,7 @@ def with_tokenizer(config: TrainConfig, job: Job, stored: Mapping[str, Any]) -> 
     if found is not None or job.vocab_size is None:
         return dataclasses.replace(config, tokenizer=found)
     if path and pretrained.is_checkpoint(path):
-        found = CheckpointSource(find_checkpoint(path)).stated("config", "tokenizer")
+        found = open_checkpoint(find_checkpoint(path)).stated("config", "tokenizer")
     elif path and (file := (path if path.is_dir() else path.parent) / "tokenizer.json").is_file():
         found = str(file.parent)
     is_used = not all(source.endswith(".bin") for source, _ in split_sources(config.data))  # not by token files
@@ -115,7 +115,7 @@ def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
 
     def open_weights(path: str) -> Any:
         if pretrained.is_checkpoint(path):
-            return CheckpointSource(find_checkpoint(path))
+            return open_checkpoint(find_checkpoint(path))
         return pretrained.foreign_source(path, config.init_key if path == config.init_from else None)
 
     openers = {"init_from": open_weights, "reference": open_weights, "init_adapter": open_peft}

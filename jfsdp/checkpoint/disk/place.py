@@ -1,0 +1,102 @@
+"""Directories of checkpoints on a file system: their steps, locks and removal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
+from jfsdp.checkpoint.disk.files import UNFINISHED, bytes_below
+from jfsdp.checkpoint.disk.lock import Lock
+from jfsdp.checkpoint.writer import Writer
+
+_DELETED, _LOCK = "to-delete", "lock"
+
+
+def make_writer() -> Writer:
+    """Return a writer of checkpoints."""
+    from jfsdp.checkpoint.disk.writer import DiskWriter
+
+    return DiskWriter()
+
+
+def prepare(directory: Path) -> None:
+    """Create a directory of checkpoints, if it is missing."""
+    check_path(directory)
+    with readable_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+
+
+check_process = check_open_files
+
+
+def check_free(path: Path) -> None:
+    """Check that nothing exists at a path."""
+    if path.exists():
+        raise ValueError(f"checkpoint {path}: already exists; choose another path, or remove it first")
+
+
+@contextlib.contextmanager
+def locked_path(path: Path) -> Iterator[Lock]:
+    """Lock a new checkpoint path, so that only one process writes to it."""
+    check_path(path)
+    check_free(path)
+    with readable_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.with_name(f"{path.name}{UNFINISHED}.lock")
+        held = Lock(file, f"checkpoint {path}: is being written by", "or choose another path")
+    try:
+        check_free(path)
+        yield held
+    finally:
+        held.release()
+
+
+def begin(path: Path, needed: int) -> Path:
+    """Create the directory of an unfinished checkpoint of `needed` bytes. Removes an earlier unfinished one.
+
+    The caller has locked the path.
+    """
+    partial = path.with_name(path.name + UNFINISHED)
+    check_space(path, needed - bytes_below(partial))  # the unfinished checkpoint is removed
+    with readable_errors(path, needed):
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+    return partial
+
+
+def lock(directory: Path) -> Lock:
+    """Lock a directory of checkpoints for this process, and remove the incomplete files of a killed writer.
+
+    Raises:
+      ValueError: if another run writes to the directory.
+    """
+    with readable_errors(directory):
+        held = Lock(directory / _LOCK, f"checkpoints {directory}: are written by", "or save to another directory")
+    for partial in [*directory.glob(f"*{UNFINISHED}"), *directory.glob("*.orbax-checkpoint-tmp*")]:
+        shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(directory / _DELETED, ignore_errors=True)
+    return held
+
+
+def has_unfinished(directory: Path) -> bool:
+    """Return whether a killed writer may have left incomplete files."""
+    return any(directory.glob(f"*{UNFINISHED}"))
+
+
+def remove(directory: Path, steps: Sequence[int]) -> None:
+    """Delete steps. They are moved aside first, so a killed process leaves no incomplete step."""
+    aside = directory / _DELETED
+    for step in steps:
+        aside.mkdir(exist_ok=True)
+        os.rename(directory / str(step), aside / str(step))
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def move(path: Path, target: Path) -> None:
+    """Move a checkpoint."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    os.replace(path, target)

@@ -1,0 +1,88 @@
+"""Prefixes of checkpoints in an object store: their steps, leases and removal. See the note in writer.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from uuid import uuid4
+
+from jfsdp.checkpoint.disk.files import COMMIT, content_path
+from jfsdp.checkpoint.writer import Writer
+from jfsdp.objects.lease import Lease
+from jfsdp.objects.path import ObjectPath
+
+_LEASE = "lease"
+
+
+def make_writer() -> Writer:
+    """Return a writer of checkpoints."""
+    from jfsdp.checkpoint.objects.writer import ObjectWriter
+
+    return ObjectWriter()
+
+
+def prepare(directory: ObjectPath) -> None:
+    """Check that the store answers."""
+    directory.is_dir()
+
+
+check_process = prepare
+
+
+def check_free(path: ObjectPath) -> None:
+    """Check that nothing exists at a path, except what an incomplete save left."""
+    if (path / COMMIT).is_file():
+        raise ValueError(f"checkpoint {path}: already exists; choose another path, or remove it first")
+
+
+@contextlib.contextmanager
+def locked_path(path: ObjectPath) -> Iterator[Lease]:
+    """Lease a new checkpoint path, so that only one process writes to it."""
+    check_free(path)
+    lease = Lease(path / _LEASE, f"checkpoint {path}: is being written by", "or choose another path")
+    try:
+        check_free(path)
+        yield lease
+    finally:
+        lease.release()
+
+
+def begin(path: ObjectPath, needed: int) -> ObjectPath:
+    """Return a new prefix for the objects of a checkpoint. Nothing is written over."""
+    return path / uuid4().hex
+
+
+def lock(directory: ObjectPath) -> Lease:
+    """Lease a prefix of checkpoints for this process, and remove the objects of incomplete saves.
+
+    Raises:
+      ValueError: if another run writes there.
+    """
+    lease = Lease(directory / _LEASE, f"checkpoints {directory}: are written by", "or save to another prefix")
+    for path in directory.iterdir():
+        content = content_path(path) if path.name.isdecimal() else None
+        for part in path.iterdir() if content is not None else ():
+            if part.name not in (COMMIT, _LEASE, content.name):  # type: ignore[union-attr]
+                part.remove_below()
+    return lease
+
+
+def has_unfinished(directory: ObjectPath) -> bool:
+    """Return whether a killed writer may have left incomplete saves; it takes as long to find out as to remove them."""
+    return directory.is_dir()
+
+
+def remove(directory: ObjectPath, steps: Sequence[int]) -> None:
+    """Delete steps, each beginning with its COMMIT, so a killed process leaves no incomplete step."""
+    for step in steps:
+        (directory / str(step) / COMMIT).unlink()
+        (directory / str(step)).remove_below()
+
+
+def move(path: ObjectPath, target: ObjectPath) -> None:
+    """Move a checkpoint, by copies inside the store."""
+    content = content_path(path)
+    for name in content.walk():
+        (content / name).copy(target / content.name / name)
+    (path / COMMIT).copy(target / COMMIT)
+    remove(path.parent, [int(path.name)])

@@ -1,0 +1,115 @@
+"""A checkpoint in an object store as a source of arrays, each chunk checked as it is read."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+import threading
+import zlib
+from collections.abc import Iterable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from jfsdp.checkpoint.disk import digest
+from jfsdp.checkpoint.disk.files import ARRAYS, INDEX, damaged, part_of, read_json
+from jfsdp.checkpoint.disk.processes import only_first
+from jfsdp.checkpoint.disk.reader import CheckpointSource
+from jfsdp.checkpoint.objects.writer import place_name
+from jfsdp.checkpoint.source import Index
+
+
+class ObjectSource(CheckpointSource):
+    """The arrays of a checkpoint in an object store. A chunk is read once as long as the cache has room for it."""
+
+    def __init__(self, path: Any, *, cache_bytes: int | None = None):
+        super().__init__(path, cache_bytes=cache_bytes)
+        self._indices: dict[str, dict[str, Any]] = {}
+        self._cache: collections.OrderedDict[str, Future[np.ndarray]] = collections.OrderedDict()
+        self._mutex, self._cached_bytes = threading.Lock(), 0
+
+    def check(self, names: Iterable[str]) -> None:
+        """Check that every object is there that reading these arrays needs. Contents are checked as they are read.
+
+        Cost: process 0 lists the objects.
+
+        Raises:
+          ValueError: if objects are missing; lists them.
+        """
+        parts = sorted({part_of(name) for name in names})
+
+        def find_missing() -> list[str]:
+            there, digests = self.files.walk(), digest.read_digests(self.files)
+            needed = [name for name in digests if digest.is_needed(name, parts)]
+            missing = [f"{name} is missing" for name in needed if name not in there]
+            return digest.find_undigested(parts, digests) or missing
+
+        digest.raise_damage(self.path, only_first(find_missing))
+
+    def _index(self, name: str) -> dict[str, Any]:
+        """Return the shape and the entries of an array's chunks."""
+        part = part_of(name)
+        with self._mutex:
+            if part not in self._indices:
+                file = f"{ARRAYS}/{part}/{INDEX}"
+                digests = digest.read_digests(self.files)
+                digest.raise_damage(self.path, digest.find_damage(self.files, [file], digests))
+                self._indices[part] = read_json(self.files, file)
+            return self._indices[part][name]
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        array, cell = self.arrays[name], self.chunk_shape(name)
+        out = np.empty([part.stop - part.start for part in index], array.dtype)
+        grid = [range(part.start // size, -(-part.stop // size)) for part, size in zip(index, cell, strict=True)]
+        for place in itertools.product(*grid) if out.size else ():
+            begin = [at * size for at, size in zip(place, cell, strict=True)]
+            inner, outer = [], []
+            for start, size, part in zip(begin, cell, index, strict=True):
+                low, high = max(start, part.start), min(start + size, part.stop)
+                inner.append(slice(low - start, high - start))
+                outer.append(slice(low - part.start, high - part.start))
+            out[tuple(outer)] = self._chunk(name, place)[tuple(inner)]
+        return out
+
+    def chunk_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._index(name)["shape"])
+
+    def _chunk(self, name: str, place: tuple[int, ...]) -> np.ndarray:
+        key = f"{name}/{place_name(place)}"
+        with self._mutex:
+            is_mine = key not in self._cache
+            future = self._cache.setdefault(key, Future())
+            self._cache.move_to_end(key)
+        if is_mine:
+            try:
+                future.set_result(self._load(name, place_name(place)))
+            except BaseException as error:
+                future.set_exception(error)
+                with self._mutex:
+                    del self._cache[key]
+                raise
+            self._make_room(future.result().nbytes)
+        return future.result()
+
+    def _make_room(self, added: int) -> None:
+        with self._mutex:
+            self._cached_bytes += added
+            for key in list(self._cache):
+                if self._cached_bytes <= self._cache_bytes:
+                    break
+                if self._cache[key].done():
+                    self._cached_bytes -= self._cache.pop(key).result().nbytes
+
+    def _load(self, name: str, place: str) -> np.ndarray:
+        shape, dtype = self.chunk_shape(name), self.arrays[name].dtype
+        pack, start, crc = self._index(name)["chunks"].get(place, ("", 0, 0))
+        key, size = f"{ARRAYS}/{part_of(name)}/{pack}", math.prod(shape) * dtype.itemsize
+        try:
+            data = (self.files / key).read_range(start, start + size)
+        except FileNotFoundError:
+            raise damaged(self.path, f"{key} is missing") from None
+        if len(data) != size or zlib.crc32(data) != crc:
+            raise damaged(self.path, f"{key} has changed since it was written (the CRC-32 of {name} differs)")
+        return np.frombuffer(data, dtype).reshape(shape)

@@ -1,0 +1,1 @@
+"""Object stores: paths of objects, and leases."""

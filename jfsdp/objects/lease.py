@@ -1,0 +1,118 @@
+"""A lease: an object that names the one writer of a prefix, renewed while the writer lives.
+
+[Note: a lease without clocks]
+The writer replaces the object every few seconds, each time only if it is still the version that it wrote before.
+Another process that finds the object waits: if the version changes, the writer lives, and the process is refused. If it
+does not change for `LEASE_S`, the writer is dead, and the process replaces exactly this version. If the writer was only
+paused, it finds another version at its next renewal, and writes no more commits. No clock of two machines is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import platform
+import threading
+import time
+import uuid
+
+from jfsdp.launch.hosts import host_id
+from jfsdp.objects.path import ChangedError, ObjectPath, StoreError, Tag
+
+LEASE_S = 30.0
+"""Seconds without a renewal after which a writer is dead."""
+RENEW_S = 5.0
+
+
+class Lease:
+    """A lease on an object, from construction until `release` or `LEASE_S` after the end of the process.
+
+    Args:
+      what: beginning of the error, before the owner, such as "checkpoint x: is being written by".
+      remedy: end of the error, after the advice to wait.
+
+    Raises:
+      ValueError: if another process has the lease; names that process.
+      StoreError: if the store does not answer, or ignores conditions of writes.
+    """
+
+    def __init__(self, path: ObjectPath, what: str, remedy: str):
+        self._path, self._count = path, 0
+        self._owner = {"process": os.getpid(), "node": platform.node(), "place": _place(), "id": uuid.uuid4().hex}
+        self._mutex, self._released = threading.Lock(), threading.Event()
+        self._tag = self._take(what, remedy)
+        self._check_conditions()
+        threading.Thread(target=self._renew, name="jfsdp-lease", daemon=True).start()
+
+    def _body(self, *, is_held: bool = True) -> bytes:
+        self._count += 1
+        return json.dumps(self._owner | {"count": self._count, "is_held": is_held}).encode()
+
+    def _take(self, what: str, remedy: str) -> Tag:
+        with contextlib.suppress(FileExistsError):
+            return self._path.create(self._body())
+        first, start = self._path.read_versioned(), time.monotonic()
+        owner = json.loads(first[0])
+        is_dead = owner["place"] == self._owner["place"] and not _is_running(owner["process"])
+        while owner["is_held"] and not is_dead and time.monotonic() < start + LEASE_S:
+            time.sleep(min(RENEW_S / 2, LEASE_S / 4))
+            if self._path.read_versioned()[1] != first[1]:
+                raise ValueError(f"{what} process {owner['process']} on {owner['node']}; wait for it, {remedy}")
+        try:
+            return self._path.replace(self._body(), first[1])
+        except ChangedError:
+            raise ValueError(f"{what} another process, which has just begun; wait for it, {remedy}") from None
+
+    def _check_conditions(self) -> None:
+        """Check that the store does not ignore the conditions of writes, as some S3-compatible ones do."""
+        with contextlib.suppress(FileExistsError):
+            self._path.create(b"{}")
+            raise StoreError(
+                errno.ENOTSUP,
+                "the store ignores If-None-Match, so two jobs could write one run; use another store",
+                str(self._path),
+            )
+
+    def check(self) -> None:
+        """Renew the lease now.
+
+        Raises:
+          StoreError: if another process took it, because this one was not able to renew it.
+        """
+        with self._mutex:
+            self._tag = self._path.replace(self._body(), self._tag)
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEW_S):
+            try:
+                self.check()
+            except ChangedError:  # `check` raises it again before a commit
+                return
+            except OSError:  # no answer: nobody else may take the lease until LEASE_S after the last renewal
+                continue
+
+    def release(self) -> None:
+        """Release the lease, if this process still has it."""
+        self._released.set()
+        with self._mutex, contextlib.suppress(OSError):
+            self._path.replace(self._body(is_held=False), self._tag)
+
+
+def _place() -> str:
+    """Return where the numbers of processes are those of this one: a host, or a container."""
+    try:
+        return f"{host_id()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return uuid.uuid4().hex
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        pass
+    return True

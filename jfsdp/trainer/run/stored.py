@@ -1,0 +1,104 @@
+"""A run in an object store: checkpoints in the store, small files in a local directory that is copied there.
+
+Files of a run are appended to, which objects cannot be. So every file but the checkpoints is written to a temporary
+directory of this process, and changed files are sent as a whole: every `PUSH_S` seconds, before each checkpoint, and at
+the end. So a resumed run finds all metrics up to its checkpoint.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from jfsdp.objects.path import AnyPath, ObjectPath
+
+PUSH_S = 60.0
+_IN_STORE = ("checkpoints", "replaced-")
+
+
+class StoredRun:
+    """The directory of a run in an object store. To `os` it is the local directory; `str` gives the address.
+
+    Creation reads the small files of an earlier run.
+
+    Raises:
+      StoreError: if the store cannot be read.
+    """
+
+    def __init__(self, address: str):
+        self.address = ObjectPath(address)
+        self._temporary = tempfile.TemporaryDirectory(prefix="jfsdp-run-")
+        self.local = Path(self._temporary.name)
+        self._sent: dict[str, Any] = {}
+        self._mutex, self._closed = threading.Lock(), threading.Event()
+        for found in self.address.iterdir():
+            if not found.name.startswith(_IN_STORE):
+                self._pull(found)
+
+    def _pull(self, found: ObjectPath) -> None:
+        for name in found.walk() or [""]:
+            source = found / name if name else found
+            file = self.local / source.relative_to(self.address)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(source.read_bytes())
+            self._sent[str(file)] = _mark(file)
+
+    def __str__(self) -> str:
+        return str(self.address)
+
+    def __fspath__(self) -> str:
+        return str(self.local)
+
+    def __truediv__(self, name: str) -> AnyPath:
+        return (self.address if name.startswith(_IN_STORE) else self.local) / name
+
+    def mkdir(self, **options: Any) -> None:
+        """Do nothing: a store has no directories."""
+
+    rmdir = mkdir
+
+    @contextlib.contextmanager
+    def in_use(self, what: str, remedy: str) -> Any:
+        """Lease the run, and send changed files every `PUSH_S` seconds and at the end.
+
+        Raises:
+          ValueError: if another process has the lease.
+        """
+        from jfsdp.objects.lease import Lease
+
+        lease = Lease(self.address / "lease", what, remedy)
+        threading.Thread(target=self._push_often, name="jfsdp-push", daemon=True).start()
+        try:
+            yield
+            self.push()
+        except BaseException:
+            with contextlib.suppress(OSError):  # does not hide the first error
+                self.push()
+            raise
+        finally:
+            self._closed.set()
+            lease.release()
+
+    def _push_often(self) -> None:
+        while not self._closed.wait(PUSH_S):
+            with contextlib.suppress(OSError):  # the push before a checkpoint raises it
+                self.push()
+
+    def push(self) -> None:
+        """Send the files that changed since they were sent."""
+        with self._mutex:
+            for directory, _, names in os.walk(self.local):
+                for file in (Path(directory, name) for name in names if not name.startswith(".")):
+                    mark = _mark(file)
+                    if self._sent.get(str(file)) != mark:
+                        (self.address / file.relative_to(self.local).as_posix()).write_bytes(file.read_bytes())
+                        self._sent[str(file)] = mark
+
+
+def _mark(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
