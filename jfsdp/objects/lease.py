@@ -82,7 +82,13 @@ class Lease:
           StoreError: if another process took it, because this one was not able to renew it.
         """
         with self._mutex:
-            self._tag = self._path.replace(self._body(), self._tag)
+            try:
+                self._tag = self._path.replace(self._body(), self._tag)
+            except ChangedError:
+                found, tag = self._path.read_versioned()
+                if json.loads(found)["id"] != self._owner["id"]:
+                    raise
+                self._tag = self._path.replace(self._body(), tag)  # an earlier renewal, whose answer was lost
 
     def _renew(self) -> None:
         while not self._released.wait(RENEW_S):

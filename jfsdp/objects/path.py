@@ -191,13 +191,12 @@ class ObjectPath(os.PathLike[str]):
         """
         try:
             return self._put(data, mode=tag)
-        except FileNotFoundError as error:
-            raise ChangedError(errno.ESTALE, "was deleted", str(self)) from error
-        except ChangedError:
-            found, new = self.read_versioned()
-            if found != bytes(data):
-                raise
-            return new
+        except (ChangedError, FileNotFoundError) as error:
+            with contextlib.suppress(FileNotFoundError):
+                found, new = self.read_versioned()
+                if found == bytes(data):
+                    return new
+            raise ChangedError(errno.ESTALE, "was changed by another process", str(self)) from error
 
     def copy(self, target: ObjectPath) -> None:
         """Copy the object inside the store."""
@@ -290,7 +289,7 @@ _REASONS = {
         errno.EACCES,
         "the credentials are not valid; renew them",
     ),
-    r"169\.254\.169\.254|metadata\.google": (
+    r"169\.254\.169\.254|metadata\.google|Missing (SecretAccessKey|AccessKeyId)": (
         errno.EACCES,
         "no credentials were found; set them as for the command line of the store (AWS_ACCESS_KEY_ID or AWS_PROFILE; "
         "GOOGLE_APPLICATION_CREDENTIALS or gcloud auth application-default login)",

@@ -54,12 +54,11 @@ def content_path(path: AnyPath) -> AnyPath:
       ValueError: if COMMIT is damaged.
     """
     try:
-        commit = json.loads((path / COMMIT).read_bytes())
+        return inside(path, json.loads((path / COMMIT).read_bytes())["content"])
     except (FileNotFoundError, NotADirectoryError):
         return path
-    except ValueError as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise damaged(path, f"{COMMIT} ({error})") from error
-    return inside(path, commit.get("content") if isinstance(commit, dict) else None)
 
 
 def inside(directory: AnyPath, name: Any) -> AnyPath:

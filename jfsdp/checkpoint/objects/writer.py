@@ -38,11 +38,12 @@ import jax
 import numpy as np
 
 from jfsdp.checkpoint.disk.digest import digest_lines
-from jfsdp.checkpoint.disk.files import ARRAYS, COMMIT, INDEX, SUMS, json_text, part_of
+from jfsdp.checkpoint.disk.files import ARRAYS, COMMIT, INDEX, SUMS, content_path, json_text, part_of
 from jfsdp.checkpoint.disk.pieces import Pieces
 from jfsdp.checkpoint.source import Index, cell_of, grid
 from jfsdp.checkpoint.writer import IncompleteError, Writer
 from jfsdp.compat import coordination_store
+from jfsdp.objects.path import StoreError
 
 PACK_BYTES = 32 << 20
 """Size of an object with chunks of arrays; chunks are not cut."""
@@ -63,7 +64,7 @@ class ObjectWriter(Writer):
         self._num_bytes = 0
 
     def begin(self, arrays: Mapping[str, Pieces]) -> Callable[[], Any]:
-        self._num_bytes = 0
+        self._num_bytes, self._may_be_there = 0, False
         self._cells = {name: chunk_shape(pieces) for name, pieces in arrays.items()}
         parts: dict[str, list[Chunk]] = {}
         for name, pieces in arrays.items():
@@ -128,16 +129,21 @@ class ObjectWriter(Writer):
         self._send(SUMS, sums)
         check()
         commit = {"content": partial.name, "sums": hashlib.sha256(sums).hexdigest()}
+        self._may_be_there = True
         try:
             (path / COMMIT).create(json_text(commit))
         except FileExistsError:
             raise ValueError(f"checkpoint {path}: another process created it meanwhile; choose another path") from None
+        except StoreError:
+            if content_path(path) != partial:  # otherwise only the answer was lost
+                raise
 
     def num_bytes(self) -> int:
         return self._num_bytes
 
     def remove(self) -> None:
-        self._partial.remove_below()
+        if not self._may_be_there:  # a COMMIT without an answer may still arrive; the next run cleans up
+            self._partial.remove_below()
 
     def stop(self) -> None:
         self._pool.shutdown()
