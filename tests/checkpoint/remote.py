@@ -19,6 +19,7 @@ from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.disk.logical_arrays import logical_arrays
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.manager import Checkpointer
+from jfsdp.checkpoint.objects.writer import ObjectWriter
 from tests.checkpoint.elastic import bits
 from tests.steps import fully_shard
 
@@ -255,3 +256,24 @@ def newest_of_two_starts(directory):
         path.write_bytes(kept)
     wait_for_all("put back")
     return _snapshots(directory, 1).newest(like)
+
+
+def read_back(path):
+    """Restore a checkpoint; return "equal" if it is what `save` wrote of full_shard."""
+    found = jfsdp.checkpoint.restore(path, model("HYBRID_SHARD", "per_parameter").abstract_state(TX))
+    wrote = jfsdp.checkpoint.restore(path, model("full_shard", "per_parameter").abstract_state(TX))
+    return "equal" if bits(found) == bits(wrote) == bits(state_of("full_shard")) else "differs"
+
+
+def fail_to_upload(path):
+    """Save; process 1 cannot send its packs. Return the error."""
+
+    def fail(*_):
+        raise OSError(errno.EIO, "told to fail")
+
+    patch = mock.patch.object(ObjectWriter, "_send_pack", fail) if jax.process_index() else contextlib.nullcontext()
+    with patch:
+        try:
+            jfsdp.checkpoint.save(path, state_of("full_shard"))
+        except OSError as error:
+            return str(error)

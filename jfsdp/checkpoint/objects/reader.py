@@ -28,6 +28,7 @@ class ObjectSource(CheckpointSource):
 
     def __init__(self, path: Any, *, cache_bytes: int | None = None):
         super().__init__(path, cache_bytes=cache_bytes)
+        digest.read_digests(self.files)
         sums = hashlib.sha256((self.files / SUMS).read_bytes()).hexdigest()
         if read_json(self.path, COMMIT).get("sums") != sums:
             raise damaged(self.path, f"{COMMIT} and {SUMS} do not belong together")
