@@ -9,6 +9,7 @@ EXTRAS = {"cli": _CLI, "train": (*_CLI, "grain", "tokenizers", "jinja2", "tensor
 EXTRAS["peft"] = ("torch", "transformers", "peft")
 EXTRAS["bench"] = ("torch", "transformers")
 EXTRAS["store"] = ("obstore", "boto3")
+EXTRAS["data"] = ("pyarrow",)
 EXTRAS |= {"wandb": ("wandb",), "mlflow": ("mlflow",)}
 
 

@@ -107,8 +107,7 @@ class ObjectPath(os.PathLike[str]):
 
     def stat(self) -> SimpleNamespace:
         """Return the size, as `st_size`."""
-        with _named(self):
-            return SimpleNamespace(st_size=self._client.head(self.key)["size"])
+        return SimpleNamespace(st_size=self.entry()["size"])
 
     def is_file(self) -> bool:
         try:
@@ -137,6 +136,11 @@ class ObjectPath(os.PathLike[str]):
         with _named(self):
             entries = [entry for part in self._client.list(self.key or None) for entry in part]
         return {entry["path"][start:]: entry for entry in sorted(entries, key=lambda entry: entry["path"])}
+
+    def entry(self) -> dict[str, Any]:
+        """Return `size` and `e_tag` of the object."""
+        with _named(self):
+            return self._client.head(self.key)
 
     def read_bytes(self) -> bytes:
         return self.read_versioned()[0]
@@ -257,6 +261,28 @@ def is_address(path: Any) -> bool:
 def as_path(path: Any) -> AnyPath:
     """Return a path of a file system or an object store, with `~` expanded."""
     return ObjectPath(str(path)) if is_address(path) else Path(path).expanduser()
+
+
+def read_at(path: AnyPath, start: int, length: int) -> bytes:
+    """Return bytes of a file or an object; fewer at its end."""
+    if isinstance(path, ObjectPath):
+        return path.read_range(start, start + length)
+    with path.open("rb") as file:
+        file.seek(start)
+        return file.read(length)
+
+
+def match_below(pattern: str) -> tuple[ObjectPath, list[str]]:
+    """Return the longest prefix of an address without `*`, `?` and `[`, and the names below it that match the rest.
+
+    `**` crosses prefixes, as in `pathlib`.
+    """
+    fixed = re.split(r"[*?\[]", pattern, maxsplit=1)[0].rpartition("/")[0]
+    root, rest = ObjectPath(fixed), pattern[len(fixed) + 1 :]
+    parts = re.split(r"(\*\*/|\*|\?|\[[^]]*\])", rest)
+    kinds = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
+    regex = "".join(kinds.get(part) or (part if part.startswith("[") else re.escape(part)) for part in parts)
+    return root, [name for name in root.walk() if re.fullmatch(regex, name)]
 
 
 @functools.cache

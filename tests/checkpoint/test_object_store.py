@@ -1,5 +1,6 @@
 """Checkpoints in an object store: complete or not listed, whatever the store and the process do meanwhile."""
 
+import contextlib
 import functools
 import itertools
 import signal
@@ -277,13 +278,11 @@ class Runs(RuleBasedStateMachine):
     @rule(keep=st.integers(1, 3), rate=st.sampled_from([0.0, 0.1]))
     def prune(self, keep: int, rate: float) -> None:
         listed, run = self.run.steps(), jfsdp.checkpoint.Checkpointer(self.root, keep=keep)
-        self.run, self.store.rate = run, rate
-        try:
+        self.store.rate = rate
+        with contextlib.suppress(OSError, ValueError):
             run.prune()
-        except (OSError, ValueError):
-            pass
-        finally:
-            self.store.rate = 0.0
+        self.store.rate = 0.0
+        self.run = jfsdp.checkpoint.Checkpointer(self.root, keep=None)
         assert run.steps()[-keep:] == listed[-keep:]
         self.committed &= {*listed[-keep:], *run.steps()}
 

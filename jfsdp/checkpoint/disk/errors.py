@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jfsdp.compat import warn
 from jfsdp.objects.path import StoreError
 
 OPEN_FILES = 48
@@ -51,9 +52,32 @@ def check_path(path: Path) -> None:
 
     Raises:
       ValueError: if the path contains a `[`.
+
+    Warns:
+      UserWarning: for an object store that is mounted as a directory.
     """
+    if kind := _mounted_store(path):
+        warn(
+            f"checkpoint {path}: is in an object store, mounted by {kind}, which renames by copying, and may leave "
+            "half of a checkpoint under its name; pass the address of the store, such as s3://BUCKET/PATH"
+        )
     if "[" in str(path):
         raise ValueError(f"checkpoint {path}: has a '[' in its path, which orbax reads as a pattern; choose another")
+
+
+def _mounted_store(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
+    """Return the kind of file system of a path if it is an object store mounted by FUSE, else ""."""
+    with contextlib.suppress(OSError):
+        rows = [line.split() for line in mounts.read_text().splitlines()]
+        above = {
+            row[1].replace("\\040", " "): row[2] for row in rows if path.is_relative_to(row[1].replace("\\040", " "))
+        }
+        kind = above[max(above, key=len)] if above else ""
+        return kind if any(name in kind for name in _STORE_MOUNTS) else ""
+    return ""
+
+
+_STORE_MOUNTS = ("s3fs", "gcsfuse", "mountpoint-s3", "goofys", "geesefs", "rclone", "blobfuse")
 
 
 def check_space(path: Path, needed: int) -> None:

@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from jfsdp.objects.path import AnyPath, StoreError, read_at
 from jfsdp.trainer.data.files import find_files
 from jfsdp.trainer.data.records import place, read_record
+from jfsdp.trainer.data.spool import local_copy
 from jfsdp.trainer.data.token_files import TokenFormat, index_token_file, read_token_format, read_tokens
 
 MAX_LINE_BYTES = 1 << 28
@@ -75,8 +77,8 @@ class Corpus:
       form: form of its records (see `FORMS`); "text" for other files.
     """
 
-    def __init__(self, root: Path, files: list[_File], skipped: dict[str, int], num_seen: int, text_field: str | None):
-        self._root, self._files, self._text_field = root, files, text_field
+    def __init__(self, files: list[_File], skipped: dict[str, int], num_seen: int, text_field: str | None):
+        self._files, self._text_field = files, text_field
         self._file_of = np.repeat(np.arange(len(files), dtype=np.int32), [len(f.offsets) for f in files])
         self._offsets = np.concatenate([f.offsets for f in files])
         self._lengths = np.concatenate([f.lengths for f in files])
@@ -84,7 +86,7 @@ class Corpus:
         itemsize = np.dtype(self.token_format.dtype).itemsize if self.token_format else 1
         num_bytes = int(self._lengths.sum()) * itemsize
         self.stats = CorpusStats(num_seen, len(files), len(self), num_bytes, skipped)
-        self.has_records = any(_is_jsonl(Path(file.name)) for file in files)
+        self.has_records = any(_is_jsonl(file.path) for file in files)
         self.form = self._find_form()
         self.digest = _digest(files, text_field or ("text" if self.form == "text" else f"form {self.form}"))
 
@@ -97,7 +99,7 @@ class Corpus:
 
     def place(self, index: int) -> str:
         """Return the position of a document for messages, with the line number in JSONL."""
-        path, offset = self._root / self._files[self._file_of[index]].name, int(self._offsets[index])
+        path, offset = self._files[self._file_of[index]].path, int(self._offsets[index])
         return place(path, offset) if _is_jsonl(path) else f"{path} at {offset}"
 
     def order_keys(self, seed: int) -> np.ndarray:
@@ -113,7 +115,7 @@ class Corpus:
         """
         file = self._files[self._file_of[index]]
         offset, length = int(self._offsets[index]), int(self._lengths[index])
-        path = self._root / file.name
+        path = file.path
         if file.token_format:
             return Document(read_tokens(path, file.token_format, offset, length), starts=offset == 0, ends=False)
         if _is_jsonl(path):
@@ -123,9 +125,9 @@ class Corpus:
 
     def _find_form(self) -> str:
         """Return the form of the records, from the first record of each JSONL file, so that errors appear early."""
-        form = None if all(_is_jsonl(Path(file.name)) for file in self._files) else "text"
+        form = None if all(_is_jsonl(file.path) for file in self._files) else "text"
         for file in self._files:
-            path = self._root / file.name
+            path = file.path
             if _is_jsonl(path):
                 form, _ = self._read_record(path, int(file.offsets[0]), int(file.lengths[0]), form)
         return form or "text"
@@ -142,7 +144,9 @@ def open_corpus(data: str, *, text_field: str | None = None, max_document_bytes:
     """Index the documents of `data`.
 
     The name of a file decides its content: `*.jsonl` and `*.ndjson` have one JSON object per line, `*.bin` raw
-    little-endian token ids, other files UTF-8 text. A file with a NUL byte or invalid UTF-8 is skipped and counted.
+    little-endian token ids, `*.parquet` and `*.arrow` (of Hugging Face `datasets.save_to_disk`) a record per row, other
+    files UTF-8 text. With `.gz` or `.zst` after its name a file is compressed. A file with a NUL byte or invalid UTF-8
+    is skipped and counted.
 
     A text or token file longer than `max_document_bytes` is cut into pieces, text after a newline if possible. Pieces
     are shuffled, split and packed separately. Only the transition over a cut of a text file is not trained.
@@ -150,7 +154,8 @@ def open_corpus(data: str, *, text_field: str | None = None, max_document_bytes:
     Lines of JSONL are not cut. The first line of each file is checked here, others when read. A lone surrogate becomes
     "?". The fields of a record decide its form (`FORMS`), which must be equal in all files of a corpus.
 
-    Cost: reads every text and JSONL file once, to check and hash it; only the ends of a token file.
+    Cost: reads every text and JSONL file once, to check and hash it; only the ends of a token file. For files that are
+      compressed, in columns or in an object store see [Note: local copies] in spool.py.
     Memory: see `Corpus`; and one JSONL line, at most `MAX_LINE_BYTES`.
 
     Args:
@@ -167,7 +172,9 @@ def open_corpus(data: str, *, text_field: str | None = None, max_document_bytes:
     for name in found.names:
         path = found.root / name
         try:
-            file = _index(path, name, max_document_bytes)
+            file = _index(path, name, max_document_bytes, text_field)
+        except StoreError:
+            raise
         except OSError as error:
             raise ValueError(
                 f"{path}: cannot be read ({error.strerror}); make it readable for every process, or leave it out"
@@ -180,18 +187,19 @@ def open_corpus(data: str, *, text_field: str | None = None, max_document_bytes:
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(skipped.items()))
         raise ValueError(
             f"data {data!r}: none of {found.num_seen} files is UTF-8 text or JSONL (skipped: {reasons or 'none'}); "
-            "pass another path or glob, or unpack compressed files first"
+            "pass another path or glob, or compress files as .gz or .zst"
         )
     formats = {file.token_format: file.name for file in files}
     if len(formats) > 1:
         examples = "; ".join(f"{name}: {token_format or 'text'}" for token_format, name in formats.items())
         raise ValueError(f"data {data!r}: has files of different kinds ({examples}); name files of one kind")
-    return Corpus(found.root, files, dict(skipped), found.num_seen, text_field)
+    return Corpus(files, dict(skipped), found.num_seen, text_field)
 
 
 @dataclasses.dataclass(frozen=True)
 class _File:
     name: str
+    path: Any
     num_bytes: int
     checksum: int
     offsets: np.ndarray
@@ -199,19 +207,20 @@ class _File:
     token_format: TokenFormat | None = None
 
 
-def _index(path: Path, name: str, limit: int) -> _File | str:
-    num_bytes = path.stat().st_size
-    if num_bytes == 0:
-        return "empty"
+def _index(path: AnyPath, name: str, limit: int, text_field: str | None) -> _File | str:
     if path.suffix == ".bin":
         token_format = read_token_format(path)
         offsets, lengths, checksum = index_token_file(path, token_format, limit)
-        return _File(name, num_bytes, checksum, offsets, lengths, token_format)
+        return _File(name, path, path.stat().st_size, checksum, offsets, lengths, token_format)
+    if path.stat().st_size == 0:
+        return "empty"
+    path = local_copy(path, text_field)
+    num_bytes = path.stat().st_size
     indexed = _index_lines(path) if _is_jsonl(path) else _index_text(path, limit)
     if indexed is None:
         return "not UTF-8 text"
     offsets, lengths, checksum = indexed
-    return _File(name, num_bytes, checksum, offsets, lengths) if len(offsets) else "blank"
+    return _File(name, path, num_bytes, checksum, offsets, lengths) if len(offsets) else "blank"
 
 
 def _is_jsonl(path: Path) -> bool:
@@ -263,9 +272,7 @@ def _find_cut(piece: bytes) -> int:
 
 
 def _read_bytes(path: Path, offset: int, length: int) -> bytes:
-    with path.open("rb") as file:
-        file.seek(offset)
-        data = file.read(length)
+    data = read_at(path, offset, length)
     if len(data) != length:
         raise ValueError(
             f"{path}: only {len(data)} of {length} bytes remain at offset {offset}, because the file changed since the "

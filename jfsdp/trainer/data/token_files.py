@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from pathlib import Path
 
 import numpy as np
+
+from jfsdp.objects.path import AnyPath, read_at
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _CHECKED_BYTES = 1 << 20
@@ -28,7 +29,7 @@ class TokenFormat:
     vocab_size: int | None = None
 
 
-def read_token_format(path: Path) -> TokenFormat:
+def read_token_format(path: AnyPath) -> TokenFormat:
     """Return the format of a token file from its sidecar `FILE.bin.json`.
 
     The sidecar is a JSON object with "dtype" ("uint16" or "uint32") and, if known, "eod_id" and "vocab_size".
@@ -50,7 +51,7 @@ def read_token_format(path: Path) -> TokenFormat:
     return TokenFormat(_DTYPES[dtype], eod_id, fields.get("vocab_size"))
 
 
-def index_token_file(path: Path, token_format: TokenFormat, limit: int) -> tuple[np.ndarray, np.ndarray, int]:
+def index_token_file(path: AnyPath, token_format: TokenFormat, limit: int) -> tuple[np.ndarray, np.ndarray, int]:
     """Return offsets and lengths, in tokens, of pieces of at most `limit` bytes, and a checksum of both ends.
 
     The last token of the file is only a target: a piece is read with the next token, the target of its last input.
@@ -71,10 +72,11 @@ def index_token_file(path: Path, token_format: TokenFormat, limit: int) -> tuple
     return offsets, np.minimum(piece, num_inputs - offsets), _checksum_of_ends(path, num_bytes)
 
 
-def read_tokens(path: Path, token_format: TokenFormat, offset: int, length: int) -> np.ndarray:
+def read_tokens(path: AnyPath, token_format: TokenFormat, offset: int, length: int) -> np.ndarray:
     """Read `length` tokens from `offset` and the one after them: int64 [length + 1]."""
     itemsize = np.dtype(token_format.dtype).itemsize
-    tokens = np.fromfile(path, token_format.dtype, count=length + 1, offset=offset * itemsize)
+    data = read_at(path, offset * itemsize, (length + 1) * itemsize)
+    tokens = np.frombuffer(data[: len(data) // itemsize * itemsize], token_format.dtype)
     if len(tokens) != length + 1:
         raise ValueError(
             f"{path}: ends before token {offset + length}, because it changed since the corpus was opened; restore it, "
@@ -83,7 +85,7 @@ def read_tokens(path: Path, token_format: TokenFormat, offset: int, length: int)
     return tokens.astype(np.int64)
 
 
-def _read_sidecar(sidecar: Path) -> dict:
+def _read_sidecar(sidecar: AnyPath) -> dict:
     try:
         fields = json.loads(sidecar.read_bytes())
     except ValueError as error:
@@ -94,7 +96,7 @@ def _read_sidecar(sidecar: Path) -> dict:
     return fields
 
 
-def _checksum_of_ends(path: Path, num_bytes: int) -> int:
+def _checksum_of_ends(path: AnyPath, num_bytes: int) -> int:
     with path.open("rb") as file:
         checksum = zlib.crc32(file.read(_CHECKED_BYTES))
         file.seek(max(0, num_bytes - _CHECKED_BYTES))

@@ -34,6 +34,7 @@ class DataConfig:
       text_field: field of a JSONL object that contains the text; None: the fields decide the form (`FORMS`).
       max_document_bytes: length above which files are cut into pieces.
       eval_fraction: fraction of the documents to hold out.
+      eval_data: held-out data of their own, as `data`; `eval_fraction` must be 0 then.
       split_seed: seed of the split. It differs from `seed`, so that runs with other seeds have the same held-out text.
       cross_documents: False: a token attends only to its document. True: a row is one segment of the concatenated
         stream.
@@ -52,6 +53,7 @@ class DataConfig:
     text_field: str | None = None
     max_document_bytes: int = 65536
     eval_fraction: float = 0.05
+    eval_data: str | None = None
     split_seed: int = 0
     cross_documents: bool = False
     seed: int = 0
@@ -65,6 +67,10 @@ class DataConfig:
             raise ValueError("data='': is empty; give a directory, a file or a glob")
         if not 0 <= self.eval_fraction < 1:
             raise ValueError(f"eval_fraction={self.eval_fraction}: must be at least 0 and below 1")
+        if self.eval_data is not None and self.eval_fraction:
+            raise ValueError(
+                f"eval_fraction={self.eval_fraction}: eval_data={self.eval_data!r} is held out; set it to 0"
+            )
         if self.documents_per_row is not None and self.documents_per_row < 2:
             raise ValueError(f"documents_per_row={self.documents_per_row}: must be at least 2, or None for any number")
         if self.shuffle_rows < 0:
@@ -152,10 +158,11 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
     """
     sources = split_sources(config.data)
     options = {"text_field": config.text_field, "max_document_bytes": config.max_document_bytes}
+    sources += [] if config.eval_data is None else [(config.eval_data, 0.0)]
     corpora = [open_corpus(source, **options) for source, _ in sources]
     tokenizer, encoding = _open_encoding(config, corpora, vocab_size)
     found, trained, held_out, first, has_conversations = [], [], [], 0, False
-    for (source, _), corpus in zip(sources, corpora, strict=True):
+    for (source, weight), corpus in zip(sources, corpora, strict=True):
         examples = None if corpus.form == "text" else _open_examples(corpus.form, tokenizer, config)
         documents, line = Documents(corpus, tokenizer, examples, vocab_size, first), str(corpus.stats)
         kept = np.ones(len(corpus), bool)
@@ -163,20 +170,24 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
             kept, survey = survey_examples(documents)
             line, encoding = f"{line}; {survey}", f"{encoding}:{examples.digest}"
             has_conversations |= examples.has_conversations
+        first += len(corpus)
+        if not weight:
+            found, held_out = [*found, f"held out {line}"], [documents.select(np.flatnonzero(kept))]
+            continue
         train, evaluated = (documents.select(part[kept[part]]) for part in _split(corpus, config, source))
         if not len(train):
             raise ValueError(f"data {source!r}: none of its {len(corpus)} documents is left to train on; {line}")
         found, trained, held_out = [*found, line], [*trained, train], [*held_out, evaluated]
-        first += len(corpus)
-    total = sum(weight for _, weight in sources)
-    digest = corpora[0].digest if len(corpora) == 1 else f"{[(c.digest, w) for c, (_, w) in zip(corpora, sources)]}"
+    weights = [weight for _, weight in sources if weight]
+    digests = [corpus.digest for corpus, (_, weight) in zip(corpora, sources, strict=True) if weight]
+    digest = digests[0] if len(digests) == 1 else f"{list(zip(digests, weights, strict=True))}"
     return TokenData(
         config,
         "\n  ".join(found),
         tokenizer,
         Joined(trained),
         Joined(held_out),
-        tuple(weight / total for _, weight in sources),
+        tuple(weight / sum(weights) for weight in weights),
         _one_form([corpus.form for corpus in corpora]),
         digest,
         encoding,

@@ -21,14 +21,14 @@ class TrainConfig(StepOptions):
     `jfsdp plan --write-recipe` writes such a file."""
 
     data: Annotated[str, tyro.conf.arg(metavar="PATH")] = option("stdlib", "most used", "refused")
-    """Training data: a directory, a glob, *.jsonl, token files *.bin, or stdlib (Python's own sources); or several
-    with weights, a.jsonl:0.7,b.jsonl:0.3. JSONL may contain texts, conversations, prompts with completions, or choices;
-    `jfsdp data show FILE` shows how it is read."""
+    """Training data: a directory, a glob, *.jsonl, *.parquet, token files *.bin, or stdlib (Python's own sources), also
+    at s3:// or gs://; or several with weights, a.jsonl:0.7,b.jsonl:0.3. Records may be texts, conversations, prompts
+    with completions, or choices; `jfsdp data show FILE` shows how they are read."""
     tokenizer: Annotated[str | None, optional(str, "byte|PATH")] = option(None, "most used", "refused")
     """byte, or the path of a tokenizer.json or of its directory. none: the tokenizer of --init-from, or byte without
     it; on resume, the run's tokenizer."""
     text_field: Name = option(None, "data", "refused")
-    """Field of a JSONL object that contains the text. none: detected from the objects."""
+    """Field of a JSONL object, or column of a table, that contains the text. none: detected."""
     chat_template: Location = option(None, "data", "refused")
     """File with the jinja template of conversations, or the name of one of the tokenizer's templates. none: the
     tokenizer's template."""
@@ -38,6 +38,8 @@ class TrainConfig(StepOptions):
     """Token of a tokenizer.json that ends a document. none: a well-known one, or eos_token of its configuration."""
     eval_fraction: Real = option(0.05, "data", "refused")
     """Fraction of the documents to hold out for evaluation."""
+    eval_data: Location = option(None, "data", "free")
+    """Held-out data of their own, as --data. none: --eval-fraction of the training data."""
 
     global_batch: Number = option(None, "gradient accumulation", "refused", least=1)
     """Rows per step of all devices together, for any number of devices. A device then computes
@@ -75,7 +77,8 @@ class TrainConfig(StepOptions):
     """With --preference: weights of the frozen reference, of the same model. none: the initial weights of the run."""
 
     run_dir: Location = option(None, "most used", "free")
-    """Directory of the run, with all its files. none: a new runs/NAME-DATE-TIME; with --resume, the newest of these."""
+    """Directory of the run, with all its files; also s3://BUCKET/PATH or gs://BUCKET/PATH. none: a new
+    runs/NAME-DATE-TIME; with --resume, the newest of these."""
     resume: Annotated[str | None, optional(str, "auto|STEP")] = option(None, "most used", "free")
     """auto: continue from the newest checkpoint, or begin if there is none. STEP: continue from that step.
     --resume without a value is --resume auto. The run's schedule, clipping and checkpoint options stay, unless given

@@ -16,7 +16,7 @@ from jfsdp.trainer.job import Job
 from jfsdp.trainer.run.config import TrainConfig
 
 _TEXT = ("data", "tokenizer", "text_field", "cross_documents", "prompt")
-_TEXT += ("chat_template", "answers", "eod_token", "eval_fraction")
+_TEXT += ("chat_template", "answers", "eod_token", "eval_fraction", "eval_data")
 
 
 @dataclasses.dataclass(frozen=True)

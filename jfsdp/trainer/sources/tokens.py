@@ -30,9 +30,20 @@ class TokenSource:
     item, form, loss_unit, num_rows = "token", "tokens", "nats per token", 1
 
     def __init__(self, config: TrainConfig, job: Job, seq_len: int):
-        names = ("data", "tokenizer", "text_field", "eval_fraction", "chat_template", "answers", "eod_token")
+        names = (
+            "data",
+            "tokenizer",
+            "text_field",
+            "eval_fraction",
+            "eval_data",
+            "chat_template",
+            "answers",
+            "eod_token",
+        )
         names += ("cross_documents", "seed")
         options = {name: getattr(config, name) for name in names}
+        if config.eval_data is not None and config.eval_fraction == TrainConfig.eval_fraction:
+            options["eval_fraction"] = 0.0
         data = DataConfig(seq_len=seq_len, documents_per_row=job.documents_per_row, **options)
         self.data = open_data(data, vocab_size=job.vocab_size)
         # Older versions accepted these options without effect, so resumed runs may have them.
@@ -106,7 +117,7 @@ class TokenSource:
         """Return all properties of the data on which losses depend, for `config.json`."""
         names = ("eval_fraction", "cross_documents")
         data = {"data (digest)": self.data.digest, "tokenizer": self.data.encoding}
-        return data | {name: getattr(self.config, name) for name in names}
+        return data | {name: getattr(self.data.config, name) for name in names}
 
     def train_batches(self, **share: int) -> DataIterator:
         """Return an endless iterator over the training batches of this process; see `make_train_iterator`."""

@@ -1,0 +1,131 @@
+"""Local copies of files that cannot be read at random places: in an object store, compressed, or in columns.
+
+[Note: local copies]
+Documents are read in random order, a few kilobytes each. So texts and JSONL in an object store, compressed files and
+tables are copied once, to `jfsdp-data-UID` in the directory for temporary files (TMPDIR); of a table, only the columns
+that are used, by ranged reads. A copy is named by the address, size and version of the file, so processes of a host
+share it, and a resumed run finds it. Token files are not copied, since a document of theirs is one range.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gzip
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from jfsdp.extras import load
+from jfsdp.objects.path import AnyPath, ObjectPath
+from jfsdp.trainer.data.records import FORMS, READ, form_of
+
+COMPRESSED, TABLES = (".gz", ".zst"), (".parquet", ".arrow")
+_BYTES = 8 << 20
+
+
+def local_copy(path: AnyPath, text_field: str | None) -> Path:
+    """Return a file to read a file's documents from: itself, or its local copy; see [Note: local copies].
+
+    Args:
+      text_field: as `open_corpus`.
+
+    Raises:
+      ValueError: for a table without a column of text or a known form, naming its columns; for damaged files.
+      OSError: if the disk is full.
+    """
+    if isinstance(path, Path) and path.suffix not in COMPRESSED + TABLES:
+        return path
+    version = f"{path}\0{_version(path)}\0{text_field if path.suffix in TABLES else ''}"
+    name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
+    directory = Path(tempfile.gettempdir(), f"jfsdp-data-{os.getuid()}")
+    directory /= hashlib.blake2b(version.encode(), digest_size=12).hexdigest()
+    copy = directory / (f"{name}.jsonl" if path.suffix in TABLES else name)
+    directory.mkdir(parents=True, exist_ok=True)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a host copies, the others wait
+        if not copy.exists():
+            partial = directory / ".partial"
+            try:
+                with path.open("rb") as source, partial.open("wb") as target:
+                    _copy(path, source, target, text_field)
+                os.replace(partial, copy)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+    return copy
+
+
+def _version(path: AnyPath) -> str:
+    if isinstance(path, ObjectPath):
+        found = path.entry()
+        return f"{found['size']} {found['e_tag']}"
+    status = path.stat()
+    return f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
+
+
+def _copy(path: AnyPath, source: Any, target: IO[bytes], text_field: str | None) -> None:
+    if path.suffix in TABLES:
+        for row in _rows(path, source, text_field):
+            target.write(json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n")
+        return
+    with contextlib.ExitStack() as stack:
+        if path.suffix == ".gz":
+            source = stack.enter_context(gzip.GzipFile(fileobj=source))
+        elif path.suffix == ".zst":
+            pa = load("pyarrow", "data")
+            source = stack.enter_context(pa.CompressedInputStream(pa.PythonFile(source), "zstd"))
+        try:
+            shutil.copyfileobj(source, target, _BYTES)
+        except (EOFError, gzip.BadGzipFile, ValueError) as error:
+            raise ValueError(f"{path}: cannot be decompressed ({error}); copy it again, or leave it out") from error
+        except OSError as error:
+            if path.suffix == ".zst" and error.errno is None:  # pyarrow's error for damaged data
+                raise ValueError(f"{path}: cannot be decompressed ({error}); copy it again, or leave it out") from error
+            raise
+
+
+def _rows(path: AnyPath, source: Any, text_field: str | None) -> Iterator[dict[str, Any]]:
+    """Yield the records of a table, with the fields of their form only."""
+    pa = load("pyarrow", "data")
+    try:
+        if path.suffix == ".parquet":
+            table = load("pyarrow.parquet", "data").ParquetFile(source, pre_buffer=True)
+            fields = _fields(path, table.schema_arrow, text_field)
+            batches: Iterable[Any] = table.iter_batches(batch_size=1024, columns=fields)
+        else:  # written by datasets as a stream
+            table = load("pyarrow.ipc", "data").open_stream(source)
+            fields = _fields(path, table.schema, text_field)
+            batches = (batch.select(fields) for batch in table)
+        for batch in batches:
+            yield from batch.to_pylist()
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ValueError(f"{path}: cannot be read as {path.suffix[1:]} ({error}); write it again") from error
+
+
+def _fields(path: AnyPath, schema: Any, text_field: str | None) -> list[str]:
+    """Return the columns to read: of the text, or of the first form whose columns the table has."""
+    names = {field.name: str(field.type) for field in schema}
+    columns = ", ".join(f"{name} ({kind})" for name, kind in names.items())
+    form = "text" if text_field else form_of(dict.fromkeys(names, ""), None)
+    if form is None:
+        known = "; ".join(" and ".join(fields) for fields in FORMS.values())
+        raise ValueError(
+            f"{path}: has columns {columns}, but records need one of: {known}; or name the column of the text with "
+            "text_field="
+        )
+    wanted = [text_field or "text"] if form == "text" else [name for name in names if name in READ[form]]
+    for name in wanted if form == "text" else ():
+        if name not in names:
+            raise ValueError(f"{path}: has no column {name!r}; its columns are {columns}; name one with text_field=")
+        if names[name] not in ("string", "large_string", "string_view"):
+            raise ValueError(
+                f"{path}: column {name!r} has type {names[name]}, not string; write the text to a column of its "
+                "own, and name it with text_field="
+            )
+    return wanted
