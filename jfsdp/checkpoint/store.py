@@ -26,7 +26,7 @@ from jfsdp.checkpoint.to_devices import place
 from jfsdp.layout.lora import A, Adapter
 from jfsdp.layout.report import differing_frozen, layout_to_dict, list_differences
 from jfsdp.layout.select import select_leaves
-from jfsdp.objects.path import AnyPath, ObjectPath, as_path
+from jfsdp.objects.path import ObjectPath, as_path
 from jfsdp.train.state import TrainState, with_work
 
 
@@ -67,7 +67,7 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
             wait_for(writer)
 
 
-def place_of(path: AnyPath) -> ModuleType:
+def place_of(path: Any) -> ModuleType:
     """Return the functions for directories of checkpoints where this path is."""
     if isinstance(path, ObjectPath):
         from jfsdp.checkpoint.objects import place as in_store
@@ -78,7 +78,7 @@ def place_of(path: AnyPath) -> ModuleType:
 
 def start_save(
     writer: Any,
-    path: AnyPath,
+    path: Any,
     state: TrainState,
     extra: Any,
     config: Any,

@@ -16,7 +16,7 @@ from jax.numpy import dtype
 from jfsdp.checkpoint.diff import Differences, diff
 from jfsdp.checkpoint.disk.digest import check_documents
 from jfsdp.checkpoint.disk.files import bytes_below, read_manifest
-from jfsdp.checkpoint.disk.paths import find_checkpoint, find_checkpoints
+from jfsdp.checkpoint.disk.paths import absolute_path, find_checkpoint, find_checkpoints
 from jfsdp.checkpoint.disk.reader import STREAM_BYTES, open_checkpoint
 from jfsdp.checkpoint.foreign.peft_files import CONFIG, open_peft
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
@@ -27,6 +27,7 @@ from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.report import show_bytes
 from jfsdp.layout.select import select_leaves
+from jfsdp.objects.path import as_path
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Number, optional
 from jfsdp.trainer.run.directory import read_config
@@ -140,7 +141,7 @@ class Prune(Options):
         from jfsdp.checkpoint.manager import Checkpointer
 
         paths = find_checkpoints(self.path)
-        if not paths[-1].name.isdigit() or str(paths[-1]) == str(Path(self.path).expanduser().absolute()):
+        if not paths[-1].name.isdigit() or paths[-1] == absolute_path(self.path):
             raise ValueError(f"checkpoint {self.path}: is one checkpoint; prune takes the directory of a run")
         stored = {"keep": 3, **read_config(paths[-1].parents[1]).get("config", {})}
         rules = {name: stored.get(name) for name in ("keep", "keep_every", "keep_best")}
@@ -187,10 +188,10 @@ def _open(path: str) -> Any:
     """Open a checkpoint, a PEFT adapter or Hugging Face weights as a source."""
     from jfsdp.checkpoint.foreign.pretrained import is_checkpoint
 
-    place = Path(path).expanduser()
+    place = as_path(path)
     if (place / CONFIG).is_file():
         return open_peft(place).source
-    if not is_checkpoint(path) and any(place.glob("*.safetensors")):
+    if not is_checkpoint(path) and place.is_dir() and any(file.suffix == ".safetensors" for file in place.iterdir()):
         return SafetensorsSource(place)
     return open_checkpoint(find_checkpoint(path), cache_bytes=STREAM_BYTES)
 

@@ -24,6 +24,7 @@ from jfsdp.cli.console import print_wrapped, progress_of
 from jfsdp.extras import MissingExtra
 from jfsdp.launch.runtime import start_jax
 from jfsdp.layout.lora import Adapter
+from jfsdp.objects.path import as_path
 from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.job import Job, load_job
@@ -214,7 +215,7 @@ class Import(_ModelOptions):
         from jfsdp.checkpoint.convert import MEMORY_BYTES, choose_dtypes, write_source
         from jfsdp.checkpoint.foreign.pretrained import fit_job, is_checkpoint, pretrained_source
 
-        path = Path(self.path).expanduser()
+        path = as_path(self.path)
         if is_checkpoint(path):
             raise ValueError(f"{path}: is already a checkpoint of jfsdp; use `jfsdp checkpoint convert` to change it")
         job = fit_job(_find_job(self, {}), path, dict(self.model_config))
@@ -355,7 +356,7 @@ def _copy_model_files(config: dict[str, Any], target: Path) -> list[str]:
     """
 
     def place(name: str) -> Path | None:
-        return None if config.get(name) in (None, "byte") else Path(config[name]).expanduser()
+        return None if config.get(name) in (None, "byte") else as_path(config[name])
 
     base, tokenizer, template = map(place, ("init_from", "tokenizer", "chat_template"))
     found: dict[str, Path] = {}

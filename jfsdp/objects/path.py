@@ -258,8 +258,8 @@ def is_address(path: Any) -> bool:
     return isinstance(path, ObjectPath) or "://" in str(path)
 
 
-def as_path(path: Any) -> AnyPath:
-    """Return a path of a file system or an object store, with `~` expanded."""
+def as_path(path: Any) -> Any:
+    """Return a path as a `Path`, with `~` expanded, or as an `ObjectPath`."""
     return ObjectPath(str(path)) if is_address(path) else Path(path).expanduser()
 
 

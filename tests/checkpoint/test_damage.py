@@ -58,7 +58,7 @@ def damages(files: list[str], num: int, seed: int) -> list[tuple[str, str, float
     return [(name, rng.choice(KINDS), rng.random(), rng.randrange(8)) for name in order[:num]]
 
 
-def damage(file: Path, kind: str, where: float, bit: int) -> None:
+def damage(file: Any, kind: str, where: float, bit: int) -> None:
     data = bytearray(file.read_bytes())
     place = int(where * len(data))
     if kind == "delete":

@@ -114,11 +114,11 @@ def check_damages(run: Any, num: int, seed: int) -> None:
     files = {name: content / name for name in [*list_files(content), SUMS]} | {COMMIT: path / COMMIT}
     chosen = damages(list(files), num, seed)
     assert {name for name, *_ in chosen} == set(files)
-    for name, kind, *how in chosen:
+    for name, kind, where, bit in chosen:
         if name == COMMIT and kind == "delete":
             continue  # such a step is not listed; see the test below
         whole = files[name].read_bytes()
-        damage(files[name], kind, *how)
+        damage(files[name], kind, where, bit)
         try:
             problems = verify(path).problems
             assert problems and (name == COMMIT or name in problems[0]), (name, kind, problems)
@@ -342,8 +342,8 @@ def check_kills(root: ObjectPath, num: int) -> None:
             time.sleep(0.3 * number / num)
             process.send_signal(signal.SIGKILL)
         run = jfsdp.checkpoint.Checkpointer(root)
-        assert run.latest() > latest
-        latest = run.latest()
+        assert run.steps()[-1] > latest
+        latest = run.steps()[-1]
         for step in run.steps():
             state, extra = run.restore(state_of(0), step=step)
             assert extra == {"position": step}

@@ -27,8 +27,10 @@ class Faulty:
     """
 
     def __init__(self, seed: int = 0):
-        self.store, self.random = MemoryStore(), random.Random(seed)
-        self.rate, self.until_killed, self.counts = 0.0, None, dict.fromkeys(FAULTS, 0)
+        self.store: Any = MemoryStore()
+        self.random: Any = random.Random(seed)
+        self.until_killed: int | None = None
+        self.rate, self.counts = 0.0, dict.fromkeys(FAULTS, 0)
 
     def __getattr__(self, name: str) -> Any:
         do = getattr(self.store, name)
@@ -61,7 +63,7 @@ class Faulty:
 
 
 @contextlib.contextmanager
-def faulty_store(root: str, seed: int = 0) -> Iterator[Faulty]:
+def faulty_store(root: str, seed: int = 0) -> Iterator[Any]:
     """Use a faulty store for the addresses under `root`."""
     store, real = Faulty(seed), paths.open_store
     paths.open_store = lambda asked: store if asked == root else real(asked)

@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from jfsdp.checkpoint.disk.files import ARRAYS, SUMS, damaged, inside, write_text
 from jfsdp.checkpoint.source import Progress, ignore_progress
@@ -125,7 +126,7 @@ def check_documents(path: AnyPath) -> None:
         raise_damage(path, find_damage(path, [name for name in digests if is_needed(name, ())], digests))
 
 
-def raise_damage(path: Path, problems: Sequence[str]) -> None:
+def raise_damage(path: Any, problems: Sequence[str]) -> None:
     """Raise an error with the problems, if there are any."""
     if problems:
         shown = "; ".join(problems[:4]) + (f"; and {len(problems) - 4} more" if len(problems) > 4 else "")

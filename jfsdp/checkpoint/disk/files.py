@@ -47,7 +47,7 @@ def damaged(path: Any, what: str) -> DamagedError:
     return DamagedError(f"checkpoint {path}: is damaged: {what}; {remedy}")
 
 
-def content_path(path: AnyPath) -> AnyPath:
+def content_path(path: AnyPath) -> Any:
     """Return where the files of a checkpoint are: at its path, or in an object store where its COMMIT says.
 
     Raises:
@@ -61,7 +61,7 @@ def content_path(path: AnyPath) -> AnyPath:
         raise damaged(path, f"{COMMIT} ({error})") from error
 
 
-def inside(directory: AnyPath, name: Any) -> AnyPath:
+def inside(directory: AnyPath, name: Any) -> Any:
     """Return the path of a file that a document in a directory names. Links in the directory are followed.
 
     Raises:
@@ -150,8 +150,10 @@ def is_complete(path: AnyPath) -> bool:
     return (path / COMMIT).is_file() if isinstance(path, ObjectPath) else path.is_dir()
 
 
-def bytes_below(path: Path) -> int:
+def bytes_below(path: AnyPath) -> int:
     """Sum the sizes of the files below a directory, which other processes may rename or remove meanwhile."""
+    if isinstance(path, ObjectPath):
+        return sum(entry["size"] for entry in path.walk().values())
     num_bytes = 0
     for directory, _, names in os.walk(path):
         for name in names:

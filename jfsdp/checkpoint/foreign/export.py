@@ -22,6 +22,7 @@ from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Exported, Names, Shapes
 from jfsdp.checkpoint.foreign.safetensors import CODES, CONFIG, DTYPES, INDEX, WEIGHTS
 from jfsdp.checkpoint.source import Index, Recast, Source, contiguous, float_dtype, grid, read_ahead, total_bytes
+from jfsdp.objects.path import is_address
 
 MAX_SHARD_BYTES = 5_000_000_000
 PIECE_BYTES = 1 << 25
@@ -91,6 +92,8 @@ def write_safetensors(
       ValueError: if `directory` exists, a dtype cannot be written, or a value exceeds its range or is not finite.
       OSError: if the disk is full or not writable.
     """
+    if is_address(directory):
+        raise ValueError(f"{directory}: exports are written to a file system; copy them with the client of the store")
     directory = Path(directory).expanduser().absolute()
     if directory.exists():
         raise ValueError(f"{directory}: already exists and is not overwritten; choose another path, or remove it")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from jfsdp.checkpoint.foreign.safetensors import CONFIG
 from jfsdp.checkpoint.source import Index, Joined, Renamed, Source, read_whole
 from jfsdp.layout.lora import MAGNITUDE, A, B
 from jfsdp.layout.precision import FLOAT_DTYPES
+from jfsdp.objects.path import as_path
 
 
 class Merged:
@@ -112,7 +112,7 @@ def merge_peft(base: Any, adapter: Any, target: Any, *, sign: int = 1, **options
     Raises:
       ValueError: as `open_peft`, `Merged` and `write_safetensors`.
     """
-    directory = Path(base).expanduser()
+    directory = as_path(base)
     merged = Merged(foreign_source(directory), open_peft(adapter), sign=sign)
     folder = directory if directory.is_dir() else directory.parent
     texts: dict[str, Any] = {one.name: one for one in sorted(folder.iterdir()) if one.is_file() and _is_text(one.name)}

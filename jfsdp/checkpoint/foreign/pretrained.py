@@ -30,6 +30,7 @@ from jfsdp.compat import warn
 from jfsdp.layout.codec import scales_of
 from jfsdp.layout.lora import A, layer_shapes
 from jfsdp.layout.report import list_differences
+from jfsdp.objects.path import as_path
 
 # Options that no model reads, and that exports keep.
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -327,7 +328,7 @@ def read_config(path: Any) -> dict[str, Any]:
 
 
 def _config_file(path: Any) -> Path:
-    path = Path(path).expanduser()
+    path = as_path(path)
     return (path if path.is_dir() else path.parent) / CONFIG
 
 

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from io import FileIO
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ import numpy as np
 
 from jfsdp.checkpoint.disk.files import inside
 from jfsdp.checkpoint.source import Index
+from jfsdp.objects.path import AnyPath, ObjectPath, as_path, is_address, read_at
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 
@@ -34,15 +34,17 @@ CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 # Gaps between wanted ranges that are smaller than this are read too, since a disk reads whole pages.
 _GAP_BYTES = 4096
+_GAP_OF_REQUESTS = 1 << 20  # in an object store, where a request takes as long as a megabyte
 # Approximate size of the pieces in which ranges with gaps are read.
 _SPAN_BYTES = 1 << 24
+_MAX_HEADER_BYTES = 100_000_000  # as the safetensors library
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
     """Location, shape and dtype of one array."""
 
-    file: Path
+    file: AnyPath
     start: int
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -62,7 +64,7 @@ class SafetensorsSource:
     """
 
     def __init__(self, path: Any):
-        self.path = Path(path)
+        self.path = as_path(path)
         self._stored: dict[str, _Stored] = {}
         files = weight_files(self.path)
         for file in files:
@@ -79,12 +81,15 @@ class SafetensorsSource:
         stored = self._stored[name]
         out = np.empty([part.stop - part.start for part in index], stored.dtype)
         if out.size:
+            if isinstance(stored.file, ObjectPath):
+                _read_slice(stored.file, stored, index, out)
+                return out
             with open(stored.file, "rb", buffering=0) as file:
                 _read_slice(file, stored, index, out)
         return out
 
 
-def weight_files(path: Path) -> dict[Path, list[str] | None]:
+def weight_files(path: AnyPath) -> dict[AnyPath, list[str] | None]:
     """Return the files with the weights, each with its names according to an index (None: no index).
 
     Raises:
@@ -100,7 +105,7 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
         weight_map = dict(json.loads(path.read_text())["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: is not an index of weights ({error!r}); download it again") from error
-    files: dict[Path, Any] = {}
+    files: dict[AnyPath, Any] = {}
     for name, file in weight_map.items():
         files.setdefault(inside(path.parent, file), []).append(name)
     if not files:
@@ -110,14 +115,14 @@ def weight_files(path: Path) -> dict[Path, list[str] | None]:
     return files
 
 
-def _problem(path: Path) -> str:
+def _problem(path: AnyPath) -> str:
     if not path.exists():
         return "does not exist"
     others = sorted(file.name for file in path.iterdir() if file.suffix in (".safetensors", ".bin", ".pt", ".pth"))
     return f"has no safetensors weights of a usual name (there are {', '.join(others[:8]) or 'no weights at all'})"
 
 
-def check_index(file: Path, files: Mapping[Path, Collection[str] | None], found: Collection[str]) -> None:
+def check_index(file: AnyPath, files: Mapping[AnyPath, Collection[str] | None], found: Collection[str]) -> None:
     """Check that a file has all arrays that its index names, and none that belong to another file.
 
     The file may have arrays that the index does not name, such as `rotary_emb.inv_freq`, which `transformers` computes.
@@ -135,18 +140,21 @@ def check_index(file: Path, files: Mapping[Path, Collection[str] | None], found:
         raise ValueError(f"{file}: differs from its index (missing: {missing}; of another file: {others}); download it")
 
 
-def _read_header(file: Path) -> dict[str, _Stored]:
+def _read_header(file: AnyPath) -> dict[str, _Stored]:
     """Read the location of each array of a file. The safetensors library first checks that the header fits the file."""
     from safetensors import SafetensorError, safe_open
 
+    length = int.from_bytes(read_at(file, 0, 8), "little")
     try:
-        with safe_open(file, framework="numpy"):
-            pass
-    except SafetensorError as error:
+        if not is_address(file):
+            with safe_open(file, framework="numpy"):
+                pass
+        header = json.loads(read_at(file, 8, min(length, _MAX_HEADER_BYTES)))
+        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+        if 8 + length + max(ends, default=0) != file.stat().st_size:
+            raise ValueError("the header does not fit the size")
+    except (SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{file}: {_damage(file)} ({error}); download or write it again") from error
-    with open(file, "rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     found: dict[str, _Stored] = {}
     for name, entry in header.items():
@@ -157,15 +165,13 @@ def _read_header(file: Path) -> dict[str, _Stored]:
     return found
 
 
-def _damage(file: Path) -> str:
-    with open(file, "rb") as stream:
-        is_pointer = stream.read(24).startswith(b"version https://git-lfs")
-    if is_pointer:
+def _damage(file: AnyPath) -> str:
+    if read_at(file, 0, 24).startswith(b"version https://git-lfs"):
         return "is a pointer of Git LFS and not the file itself (`git lfs pull`)"
     return f"is not a complete safetensors file: damaged, or cut off at {file.stat().st_size:,} bytes"
 
 
-def _read_slice(file: FileIO, stored: _Stored, index: Index, out: np.ndarray) -> None:
+def _read_slice(file: FileIO | ObjectPath, stored: _Stored, index: Index, out: np.ndarray) -> None:
     """Fill `out` (contiguous) with a slice, range by range."""
     shape = stored.shape
     steps = [math.prod(shape[dim + 1 :]) * stored.dtype.itemsize for dim in range(len(shape))]
@@ -181,10 +187,11 @@ def _read_slice(file: FileIO, stored: _Stored, index: Index, out: np.ndarray) ->
         _read_rows(file, stored.start + offset, steps[dim - 2], out[outer].reshape(out.shape[dim - 2], -1))
 
 
-def _read_rows(file: FileIO, start: int, step: int, out: np.ndarray) -> None:
+def _read_rows(file: FileIO | ObjectPath, start: int, step: int, out: np.ndarray) -> None:
     """Read rows that begin `step` bytes apart. If the gaps are short, several rows are read at once with the gaps."""
     run = out.shape[1] * out.itemsize
-    count = max(_SPAN_BYTES // step, 1) if step - run < _GAP_BYTES else 1
+    gap = _GAP_OF_REQUESTS if isinstance(file, ObjectPath) else _GAP_BYTES
+    count = max(_SPAN_BYTES // step, 1) if step - run < gap else 1
     for first in range(0, len(out), count):
         rows, at = out[first : first + count], start + first * step
         if len(rows) == 1:
@@ -195,9 +202,15 @@ def _read_rows(file: FileIO, start: int, step: int, out: np.ndarray) -> None:
         rows.view(np.uint8)[...] = span.reshape(len(rows), step)[:, :run]
 
 
-def _read_into(file: FileIO, start: int, out: np.ndarray) -> None:
+def _read_into(file: FileIO | ObjectPath, start: int, out: np.ndarray) -> None:
     """Fill a contiguous array with the bytes of a file from `start`."""
     view = out.reshape(-1).view(np.uint8).data
+    if isinstance(file, ObjectPath):
+        data = file.read_range(start, start + len(view))
+        if len(data) != len(view):
+            raise ValueError(f"{file}: ended at byte {start + len(data):,} during reading; write it again")
+        view[:] = data
+        return
     while view:
         count = os.preadv(file.fileno(), [view], start)
         if not count:

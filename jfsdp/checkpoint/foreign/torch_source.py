@@ -25,6 +25,7 @@ from jfsdp.checkpoint.disk.paths import existing_path
 from jfsdp.checkpoint.foreign.torch_metadata import load_metadata
 from jfsdp.checkpoint.foreign.torch_names import Keys, import_torch, numpy_dtype, select, to_numpy
 from jfsdp.checkpoint.source import Index, Source
+from jfsdp.objects.path import is_address
 
 
 def open_torch(path: Any, key: str | None = None) -> Source:
@@ -41,6 +42,8 @@ def open_torch(path: Any, key: str | None = None) -> Source:
         running code in it.
     """
     path = existing_path(path)
+    if is_address(path):
+        raise ValueError(f"checkpoint {path}: PyTorch reads its formats from a file system; copy the files to one")
     if path.name == ".metadata" or path.suffix == ".distcp":
         raise ValueError(f"checkpoint {path}: is a part of a DCP checkpoint; pass its directory, {path.parent}")
     return DCPSource(path, key) if path.is_dir() else TorchFileSource(path, key)

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from jfsdp.extras import load
+from jfsdp.objects.path import as_path
 from jfsdp.trainer.data.messages import OWN, Message
 from jfsdp.trainer.data.tokenizer import read_config, read_special_tokens
 
@@ -153,14 +154,14 @@ def find_template(tokenizer: str, chat_template: str | None) -> ChatTemplate | N
     """
     if tokenizer == "byte":
         return None
-    path = Path(tokenizer).expanduser()
+    path = as_path(tokenizer)
     directory = path if path.is_dir() else path.parent
     tokens, origin = read_special_tokens(directory), f"of {directory}"
     named = _read_templates(directory)
     if chat_template in named:
         named = {"default": named[chat_template]}
     elif chat_template:
-        named, origin = {"default": _read_source(Path(chat_template).expanduser())}, chat_template
+        named, origin = {"default": _read_source(as_path(chat_template))}, chat_template
     if not named:
         return None
     if "default" not in named:

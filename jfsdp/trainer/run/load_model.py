@@ -13,6 +13,7 @@ import optax
 
 from jfsdp.checkpoint.disk.paths import existing_path
 from jfsdp.checkpoint.foreign.pretrained import has_config, read_config
+from jfsdp.objects.path import as_path
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
@@ -117,7 +118,7 @@ def open_model(
     load = functools.partial(load_template, tokenizer, config.chat_template)
     prompts = Examples(loaded, load, "prompt", answers="all", seq_len=job.seq_len)
     places = [config.init_from, None if tokenizer == "byte" else tokenizer]
-    directories = [directory, *(Path(place).expanduser() for place in places if place)]
+    directories = [directory, *(as_path(place) for place in places if place)]
     stop = _stop_ids(loaded, prompts, find_template(tokenizer, config.chat_template) is not None, directories)
     return LoadedModel(config, job, model, state, loaded, prompts, stop, f"{description}, tokenizer {tokenizer}")
 

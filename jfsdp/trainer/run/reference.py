@@ -30,7 +30,7 @@ def find_reference(
     source: PairSource,
     parts: Parts,
     state: TrainState | None,
-    run_dir: Path,
+    run_dir: Any,
     *,
     share: dict[str, int],
     watch: Watch,

@@ -14,7 +14,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from jfsdp.objects.path import AnyPath, ObjectPath
+from jfsdp.objects.path import ObjectPath
 
 PUSH_S = 60.0
 _IN_STORE = ("checkpoints", "replaced-")
@@ -53,7 +53,7 @@ class StoredRun:
     def __fspath__(self) -> str:
         return str(self.local)
 
-    def __truediv__(self, name: str) -> AnyPath:
+    def __truediv__(self, name: str) -> Any:
         return (self.address if name.startswith(_IN_STORE) else self.local) / name
 
     def mkdir(self, **options: Any) -> None:

@@ -14,6 +14,7 @@ from jfsdp.checkpoint.foreign import pretrained
 from jfsdp.checkpoint.foreign.peft_files import open_peft
 from jfsdp.checkpoint.manager import Checkpointer
 from jfsdp.checkpoint.policy import Keep, parse_best
+from jfsdp.objects.path import as_path
 from jfsdp.train.state import TrainState
 from jfsdp.trainer.data.chat import find_template
 from jfsdp.trainer.data.tokenizer import read_tokenizer
@@ -40,7 +41,7 @@ def check_policies(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def open_checkpoints(config: TrainConfig, run_dir: Path) -> Checkpointer:
+def open_checkpoints(config: TrainConfig, run_dir: Any) -> Checkpointer:
     """Open the checkpoints of a run with its policies."""
     return Checkpointer(run_dir / "checkpoints", **check_policies(config), frozen=not omits_base(config))
 
@@ -163,4 +164,4 @@ def describe_model(job: Job, seq_len: int, hf_config: Mapping[str, Any]) -> dict
 
 def weights_path(config: TrainConfig) -> Path | None:
     """Return the path of a run's initial weights."""
-    return None if config.init_from is None else Path(config.init_from).expanduser()
+    return None if config.init_from is None else as_path(config.init_from)
