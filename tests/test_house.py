@@ -32,6 +32,7 @@ ALLOWED = {
     "arguments": (),
     "compat": ("extras",),
     "layout": ("arguments", "compat", "launch.hosts"),
+    "objects": ("extras", "launch.hosts"),
     "modules": ("arguments", "layout"),
     "context": ("arguments", "compat", "layout.mesh", "layout.policy"),
     "engine": ("arguments", "compat", "context.rows", "layout", "modules"),
@@ -49,6 +50,7 @@ ALLOWED = {
         "train.update.roles",
         "launch.hosts",
         "launch.environment",
+        "objects",
     ),
     "trainer": (
         "arguments",
@@ -61,6 +63,7 @@ ALLOWED = {
         "checkpoint",
         "launch",
         "extras",
+        "objects",
     ),
     "plan": (
         "arguments",

@@ -16,9 +16,10 @@ from jfsdp.checkpoint.disk.errors import readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, make_manifest
 from jfsdp.checkpoint.disk.logical_arrays import Logical
 from jfsdp.checkpoint.disk.paths import absolute_path
-from jfsdp.checkpoint.disk.reader import STREAM_BYTES, open_checkpoint
+from jfsdp.checkpoint.disk.reader import STREAM_BYTES
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.layers import ConvertedLayers, list_names, stack_names
+from jfsdp.checkpoint.opening import open_checkpoint
 from jfsdp.layout.select import select_leaves
 
 MEMORY_BYTES = STREAM_BYTES + 2 * 5 * 8 * sources.PIECE_BYTES

@@ -18,9 +18,10 @@ from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, make_ma
 from jfsdp.checkpoint.disk.logical_arrays import contents, logical_arrays, rebuild
 from jfsdp.checkpoint.disk.paths import absolute_path
 from jfsdp.checkpoint.disk.processes import in_all, only_first, together
-from jfsdp.checkpoint.disk.reader import CheckpointSource, open_checkpoint
+from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.frozen import check_base, frozen_digests, without_frozen
 from jfsdp.checkpoint.layers import ConvertedLayers
+from jfsdp.checkpoint.opening import open_checkpoint
 from jfsdp.checkpoint.source import Source, subset, total_bytes
 from jfsdp.checkpoint.to_devices import place
 from jfsdp.layout.lora import A, Adapter

@@ -145,11 +145,11 @@ def restore_unreadable(directory, place, index, step, fall_back=False):
     targets = {"documents": "__init__", "digests": "check", "array": "read"}
     original = getattr(CheckpointSource, targets[place])
 
-    def fail(self, *args):
+    def fail(self, *args, **options):
         path = args[0] if place == "documents" else self.path
         if str(path).endswith(f"/{step}"):
             raise DamagedError("not here")
-        return original(self, *args)
+        return original(self, *args, **options)
 
     if place == "digests":
         with mock.patch.object(digest, "find_damage", side_effect=DamagedError("not here")):

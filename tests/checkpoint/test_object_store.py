@@ -308,12 +308,14 @@ def run_machine(monkeypatch: Any, num: int, length: int) -> None:
     print(f"steps and faults tried: {Runs.totals}")
 
 
+@pytest.mark.filterwarnings("ignore:.*older steps cannot be deleted")
 def test_a_run_on_a_store_with_faults_lists_only_what_restores(monkeypatch):
     run_machine(monkeypatch, num=10, length=12)
     assert Runs.totals["faults"] > 10
 
 
 @pytest.mark.proof
+@pytest.mark.filterwarnings("ignore:.*older steps cannot be deleted")
 def test_many_runs_on_a_store_with_faults_list_only_what_restores(monkeypatch):
     run_machine(monkeypatch, num=300, length=30)
 

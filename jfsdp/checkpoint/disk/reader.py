@@ -17,22 +17,12 @@ from jfsdp.checkpoint.disk.logical_arrays import read_shapes
 from jfsdp.checkpoint.disk.paths import absolute_path
 from jfsdp.checkpoint.disk.processes import together
 from jfsdp.checkpoint.source import Index
-from jfsdp.objects.path import is_address
 
 CACHE_BYTES = 256 << 20
 """Size of the cache of chunks, when the slices of many devices are read at once and share chunks."""
 
 STREAM_BYTES = 64 << 20
 """Size of the cache when arrays are read once, in pieces. A larger one is slower and fragments memory."""
-
-
-def open_checkpoint(path: Any, *, cache_bytes: int | None = None) -> CheckpointSource:
-    """Open a checkpoint on disk or in an object store; see `CheckpointSource`."""
-    if is_address(path):
-        from jfsdp.checkpoint.objects.reader import ObjectSource
-
-        return ObjectSource(path, cache_bytes=cache_bytes)
-    return CheckpointSource(path, cache_bytes=cache_bytes)
 
 
 class CheckpointSource:

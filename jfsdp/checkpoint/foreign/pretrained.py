@@ -16,7 +16,7 @@ from jfsdp.arguments import PathLike, Seed, checked
 from jfsdp.checkpoint.disk.logical_arrays import single_array
 from jfsdp.checkpoint.disk.paths import existing_path, find_checkpoint, find_checkpoints
 from jfsdp.checkpoint.disk.processes import gather_json, in_all
-from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource, open_checkpoint
+from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Names, Shapes, as_name_map
 from jfsdp.checkpoint.foreign.peft import adapter_source
@@ -24,6 +24,7 @@ from jfsdp.checkpoint.foreign.peft_files import open_peft
 from jfsdp.checkpoint.foreign.safetensors import CONFIG, INDEX, WEIGHTS, SafetensorsSource, check_index, weight_files
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import ConvertedLayers
+from jfsdp.checkpoint.opening import open_checkpoint
 from jfsdp.checkpoint.source import Encoded, Joined, Recast, Renamed, Source
 from jfsdp.checkpoint.to_devices import place
 from jfsdp.compat import warn
