@@ -291,11 +291,10 @@ def open_store(root: str) -> Any:
     obstore = load("obstore.store", "store")
     if root.startswith("memory://"):
         return obstore.MemoryStore()
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"client_options": {"allow_http": True}}  # if the user's endpoint is http://
     if root.startswith("s3://"):
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
         options |= {} if endpoint is None else {"endpoint": endpoint}
-        options |= {"client_options": {"allow_http": True}} if (endpoint or "").startswith("http://") else {}
         if "AWS_ACCESS_KEY_ID" not in os.environ and _has_profiles():
             options["credential_provider"] = load("obstore.auth.boto3", "store").Boto3CredentialProvider()
     return obstore.from_url(root, **options)

@@ -27,6 +27,7 @@ from jfsdp.objects import lease as leases
 from jfsdp.objects.path import ObjectPath, StoreError
 from tests.checkpoint.test_damage import TX, Net, damage, damages, model, state_of
 from tests.objects.faulty import Killed, faulty_store, s3_server
+from tests.objects.gcs import gcs_server
 from tests.processes import Processes
 from tests.refusals import refuses, warning
 from tests.sharding import fully_shard
@@ -92,8 +93,9 @@ def test_a_state_comes_back_to_the_bit_on_any_mesh_and_goes_to_disk_and_back(pla
     check_round_trip(new_root(), place, tmp_path)
 
 
-def test_a_server_of_s3_stores_the_same(tmp_path, monkeypatch):
-    with s3_server(monkeypatch) as bucket:
+@pytest.mark.parametrize("kind", ["s3", "gs"])
+def test_a_server_stores_the_same(kind, tmp_path, monkeypatch):
+    with s3_server(monkeypatch) if kind == "s3" else gcs_server(monkeypatch, tmp_path) as bucket:
         check_round_trip(ObjectPath(f"{bucket}/runs/c"), 1, tmp_path)
 
 

@@ -9,18 +9,19 @@ import pytest
 from jfsdp.objects import path as paths
 from jfsdp.objects.path import ChangedError, ObjectPath, StoreError, as_path
 from tests.objects.faulty import faulty_store, s3_server
+from tests.objects.gcs import gcs_server
 from tests.refusals import refuses
 
 NUMBERS = itertools.count()
 
 
-@pytest.fixture(params=["memory", "s3"])
-def root(request, monkeypatch):
+@pytest.fixture(params=["memory", "s3", "gs"])
+def root(request, monkeypatch, tmp_path):
     """The address of an empty prefix."""
     if request.param == "memory":
         yield ObjectPath(f"memory://path-{next(NUMBERS)}/a")
         return
-    with s3_server(monkeypatch) as bucket:
+    with s3_server(monkeypatch) if request.param == "s3" else gcs_server(monkeypatch, tmp_path) as bucket:
         yield ObjectPath(f"{bucket}/a")
 
 
