@@ -34,7 +34,7 @@ ALLOWED = {
     "layout": ("arguments", "compat", "launch.hosts"),
     "objects": ("extras", "launch.hosts"),
     "modules": ("arguments", "layout"),
-    "context": ("arguments", "compat", "layout.mesh", "layout.policy"),
+    "context": ("arguments", "compat", "engine.dataflow", "layout.mesh", "layout.policy"),
     "engine": ("arguments", "compat", "context.rows", "layout", "modules"),
     "train": ("arguments", "compat", "context.rows", "layout", "modules", "engine", "launch.hosts"),
     "checkpoint": (

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
 from jfsdp.arguments import Count, checked
+from jfsdp.context.heads import check_heads
 from jfsdp.context.keys import attend_keys
 from jfsdp.context.rows import BY_KEYS, SCOPE, in_row_order, is_zigzag, to_zigzag, whole_rows
 from jfsdp.layout.mesh import CONTEXT, ROW_AXES, axes_of
@@ -40,15 +41,20 @@ def over_context(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     Cost:    four all-to-alls forward, four backward.
 
     Args:
-      attend: `f(query, key, value, *rows, **options)`. Heads must be independent, and the device's place in the mesh
-        must not matter. Arrays in `rows` have one entry per row, `[B ...]`, of *whole* rows (see `whole_rows`).
-        Options are passed unchanged, except a mask, a bias and dropout, which would be those of local tokens: with one
-        of them the call raises a ValueError.
+      attend: `f(query, key, value, *rows, **options)`. Heads must be independent and computed alike, and the device's
+        place in the mesh must not matter; a trace with another number of heads is checked for it. Arrays in `rows` have
+        one entry per row, `[B ...]`, of *whole* rows (see `whole_rows`). Options are passed unchanged, except a mask, a
+        bias and dropout, which would be those of local tokens: with one of them the call raises a ValueError.
 
     Raises (when called):
       ValueError: for heads that axes `context` and `tensor` do not divide, with the sizes that fit; for keys of other
-        rows than the queries'.
+        rows than the queries'; for an operation of `attend` that numbers, combines or selects heads.
     """
+    return _over_context(attend, checks_heads=True)
+
+
+def _over_context(attend: Callable[..., jax.Array], *, checks_heads: bool) -> Callable[..., jax.Array]:
+    checked_shapes = set[Any]()
 
     @functools.wraps(attend)
     def run(query: jax.Array, key: jax.Array, value: jax.Array, *rows: Any, **options: Any) -> jax.Array:
@@ -57,7 +63,12 @@ def over_context(attend: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
             return attend(query, key, value, *rows, **options)
         _check_heads(query, split)
         _check_options(options, split)
-        local = functools.partial(_by_heads, functools.partial(attend, **options), split.axes)
+        whole = functools.partial(attend, **options)
+        shapes = tuple((x.shape, x.dtype) for x in (query, key, value, *rows))
+        if checks_heads and shapes not in checked_shapes:
+            check_heads(whole, (query, key, value), rows)
+            checked_shapes.add(shapes)
+        local = functools.partial(_by_heads, whole, split.axes)
         return split.run(local, (query, key, value), rows, PartitionSpec(split.rows))
 
     return run
@@ -147,7 +158,8 @@ def _check_heads(query: Any, split: _Split) -> None:
         which = f" (axis {_TENSOR!r} splits them by {split.tensor})" if split.tensor > 1 else ""
         raise ValueError(
             f"attention has {num} heads of queries{which}, which mesh axis {CONTEXT!r} (size {split.size}) does not "
-            f"divide; use a size of {', '.join(map(str, fits))}, or jfsdp.attention(..., context_by='keys')"
+            f"divide; use a size of {', '.join(map(str, fits))}, or jfsdp.attention(..., context_by='keys') "
+            "(--model-config context_by=keys)"
         )
 
 
@@ -235,4 +247,4 @@ def attention(
             implementation=implementation,  # type: ignore[arg-type]
         )
 
-    return over_context(attend)(query, key, value, *rows)
+    return _over_context(attend, checks_heads=False)(query, key, value, *rows)

@@ -186,6 +186,51 @@ def test_heads_of_keys_must_fit_axis_tensor():
             refuses(lambda: source(mesh={"fsdp": 2, "context": 2, "tensor": 2}), "1 heads", "'tensor' (size 2)")  # noqa: B023
 
 
+def scores(query, key):
+    return jnp.einsum("bqha,bkha->bhqk", query, key) / query.shape[-1] ** 0.5
+
+
+def by_slopes(query, key, value):
+    bias = 2.0 ** -jnp.arange(query.shape[2])[:, None, None] * jnp.arange(query.shape[1])
+    return jnp.einsum("bhqk,bkha->bqha", jax.nn.softmax(scores(query, key) - bias), value)
+
+
+def by_pairs(query, key, value):
+    one, other = jnp.split(jax.nn.dot_product_attention(query, key, value), 2, axis=2)
+    return jnp.concatenate([one - 0.5 * other, other], axis=2)
+
+
+def over_all(query, key, value):
+    found = jax.nn.dot_product_attention(query, key, value)
+    return found / jnp.sqrt(jnp.mean(found**2, axis=(2, 3), keepdims=True) + 1e-6)
+
+
+def mixed(query, key, value):
+    return jax.nn.dot_product_attention(jnp.einsum("bthA,hg->btgA", query, jnp.ones([query.shape[2]] * 2)), key, value)
+
+
+def apart(query, key, value):
+    """Heads by vmap, and keys repeated for them."""
+    key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
+    one = lambda q, k, v: jax.nn.softmax(q @ k.T, axis=-1) @ v  # noqa: E731
+    return jax.vmap(jax.vmap(one, in_axes=1, out_axes=1))(query, key, value)
+
+
+@pytest.mark.parametrize("program", ["manual", "xla"])
+@pytest.mark.parametrize(
+    ("attend", "operation"),
+    [(by_slopes, "iota"), (by_pairs, "split"), (over_all, "reduce_sum"), (mixed, "dot_general"), (apart, None)],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_attention_that_does_not_compute_heads_alike_and_apart_is_refused(attend, operation, program):
+    attend = staticmethod(jfsdp.over_context(attend))
+    source: Any = type("OfHeads", (Net,), {"attend": attend})
+    if operation is None:
+        assert np.isfinite(float(run(source, program=program)[1]["loss"]))
+    else:
+        refuses(lambda: run(source, program=program), operation, "heads of one device", "test_rules.py")
+
+
 def test_attention_that_xla_does_not_split_is_told():
     with warning("'context' (size 4)", "jfsdp.attention", "every device"):
         run(LocalAttention, program="xla")

@@ -45,7 +45,7 @@ from jfsdp.layout.precision import is_key
 from jfsdp.train.step.gradients import Gradients
 from jfsdp.train.step.loss import METRIC, Loss, as_loss, merge, numbers
 from jfsdp.train.step.resolve import check_needs
-from jfsdp.train.step.token_rules import broken_rule, context_bytes
+from jfsdp.train.step.token_rules import CHECK, broken_rule, context_bytes
 
 _SUMS = 2.0**-17  # relative error of a float32 sum of very many terms, from the order of summation
 _MATMULS = {"cpu": 0.0, "tpu": 2.0**-7}  # rounding of float32 matmuls; on other platforms TF32, 2**-10
@@ -140,9 +140,10 @@ def _moved(weight: jax.Array, distance: jax.Array) -> jax.Array:
     here = to_device(weight)
     if not jnp.issubdtype(here.dtype, jnp.floating):
         return here
-    indices = (jax.lax.broadcasted_iota(jnp.float32, here.shape, dim) for dim in range(here.ndim))
-    wave = distance * jnp.cos(sum(((1.3 + dim) * index for dim, index in enumerate(indices)), start=jnp.zeros(())))
-    return (here * (1 + 0.1 * wave) + 0.03 * wave).astype(here.dtype)
+    with jax.named_scope(CHECK):
+        indices = (jax.lax.broadcasted_iota(jnp.float32, here.shape, dim) for dim in range(here.ndim))
+        wave = distance * jnp.cos(sum(((1.3 + dim) * index for dim, index in enumerate(indices)), start=jnp.zeros(())))
+        return (here * (1 + 0.1 * wave) + 0.03 * wave).astype(here.dtype)
 
 
 def _whole(gradients: Gradients, source: Arrays, model_state: Arrays, batch: Any) -> Loss:

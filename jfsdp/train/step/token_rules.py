@@ -12,6 +12,7 @@ from jfsdp.engine.dataflow import all_eqns, inner_jaxprs
 
 # Operations that combine elements along a dim, or cut it.
 _MIX = ("conv_general_dilated", "cumsum", "cummax", "cumprod", "cumlogsumexp", "reduce_window", "sort", "fft", "rev")
+CHECK = "jfsdp.check"  # in the names of operations of `check_loss` itself
 _MOVES = ("all_to_all", "all_gather")
 _CUT = ("slice", "concatenate", "pad")
 
@@ -28,17 +29,24 @@ def broken_rule(jaxpr: Any, num_tokens: int) -> str:
             "no attention is jfsdp.attention or in jfsdp.over_context, so no token sees those of other devices; call "
             "one, or give the devices of the axis to 'fsdp' if tokens are independent"
         )
-    own = [eqn for eqn in all_eqns(jaxpr) if SCOPE not in str(eqn.source_info.name_stack)]
+    eqns = ((eqn, str(eqn.source_info.name_stack)) for eqn in all_eqns(jaxpr))
+    own = [eqn for eqn, name in eqns if SCOPE not in name and CHECK not in name]
     for eqn in own:
         if eqn.primitive.name == "iota" and eqn.params["shape"][eqn.params["dimension"]] == num_tokens:
-            return f"{_where(eqn)} may number the tokens of one device; take positions from jfsdp.positions"
+            return (
+                f"{_where(eqn)} may number the tokens of one device; take positions from jfsdp.positions, and if it "
+                "belongs to a mask of attention, call jfsdp.attention or jfsdp.over_context"
+            )
     for combines in (_combines, _cuts):
         for eqn in own:
             if combines(eqn, num_tokens):
-                return f"{_where(eqn)} may combine the tokens of one device only; compute it on jfsdp.whole_rows(x)"
+                return (
+                    f"{_where(eqn)} may combine the tokens of one device only; compute it in the batch, or on "
+                    "jfsdp.whole_rows(x), and continue with [:, jfsdp.positions(x)[0]] of the result"
+                )
     return (
-        "all attention must be jfsdp.attention or in jfsdp.over_context, positions must come from jfsdp.positions, and "
-        "all else must be per token"
+        "all attention must be jfsdp.attention or in jfsdp.over_context, positions must come from jfsdp.positions, "
+        "values per row [B] must count for one token of the row, and all else must be per token"
     )
 
 
