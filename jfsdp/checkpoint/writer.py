@@ -55,7 +55,7 @@ class Writer:
         Args:
           partial: where to write it, as process 0 has prepared it.
           documents: contents of the JSON files, by file name.
-          before_commit: called in process 0 when all arrays are written. If it raises, there is no checkpoint.
+          before_commit: called in process 0 when all arrays are written. If it raises, nothing appears there.
           on_commit: called in process 0 when the checkpoint is complete.
         """
         self._partial = partial

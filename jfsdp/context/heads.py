@@ -50,8 +50,8 @@ def check_heads(attend: Callable[..., Any], arrays: Sequence[Any], rows: Sequenc
 
 def _uses_heads(eqn: Any, num: int) -> bool:
     name, params = eqn.primitive.name, eqn.params
-    old = eqn.invars[0].aval.shape if eqn.invars and hasattr(eqn.invars[0].aval, "shape") else ()
-    new = eqn.outvars[0].aval.shape if eqn.outvars and hasattr(eqn.outvars[0].aval, "shape") else ()
+    shapes: list[Any] = [getattr(atoms[0].aval, "shape", ()) if atoms else () for atoms in (eqn.invars, eqn.outvars)]
+    old, new = shapes
     if name.startswith(("reduce_", "arg")) and "axes" in params:
         return any(old[axis] % num == 0 for axis in params["axes"])
     if name in _ALONG:

@@ -96,7 +96,7 @@ class Lease:
                 self.check()
             except ChangedError:  # `check` raises it again before a commit
                 return
-            except OSError:  # no answer: nobody else may take the lease until LEASE_S after the last renewal
+            except OSError:  # no answer: the lease lasts until LEASE_S after the last renewal
                 continue
 
     def release(self) -> None:

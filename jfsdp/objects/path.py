@@ -191,7 +191,7 @@ class ObjectPath(os.PathLike[str]):
         """Write over the object if it has this tag; return the new one.
 
         Raises:
-          ChangedError: if it has another tag and other contents, or is gone.
+          ChangedError: if it has another tag and other contents, or does not exist.
         """
         try:
             return self._put(data, mode=tag)
@@ -305,7 +305,7 @@ def _has_profiles() -> bool:
     return "AWS_PROFILE" in os.environ or Path(file).expanduser().is_file()
 
 
-# What an answer contains -> the reason and the remedy. The first that matches is the answer's.
+# Pattern of an answer -> error number, reason and remedy. The first match decides.
 _NO_BUCKET = "NoSuchBucket|bucket does not exist"
 _REASONS = {
     _NO_BUCKET: (errno.ENOENT, "the bucket does not exist; check its name and the endpoint"),

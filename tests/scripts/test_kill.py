@@ -43,8 +43,8 @@ class Life:
     def __init__(self, options, run_dir: Any, log: Path, rng: random.Random):
         self.run_dir, self.rng, self.newest, self.log = run_dir, rng, 0, log
         arguments = command(*options, "--run-dir", run_dir, "--resume", "--steps", 100_000)
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(arguments, stdout=log, stderr=log, env=environment())
+        with self.log.open("w") as file:
+            self.process = subprocess.Popen(arguments, stdout=file, stderr=file, env=environment())
 
     def end(self, while_starting: bool, within_s: float) -> None:
         """Kill it at a random moment: while it starts, or in its first seconds of steps and saves."""

@@ -24,7 +24,7 @@ from jfsdp.objects.path import StoreError
 
 
 class ObjectSource(CheckpointSource):
-    """The arrays of a checkpoint in an object store. A chunk is read once as long as the cache has room for it."""
+    """The arrays of a checkpoint in an object store. A chunk is read once while it is in the cache."""
 
     def __init__(self, path: Any, *, cache_bytes: int | None = None):
         super().__init__(path, cache_bytes=cache_bytes)
@@ -37,7 +37,7 @@ class ObjectSource(CheckpointSource):
         self._mutex, self._cached_bytes = threading.Lock(), 0
 
     def check(self, names: Iterable[str]) -> None:
-        """Check that every object is there that reading these arrays needs. Contents are checked as they are read.
+        """Check that every object is there that reading these arrays needs. A read checks their contents.
 
         Cost: process 0 lists the objects.
 

@@ -76,7 +76,7 @@ class ObjectWriter(Writer):
         return functools.partial(self._finish, tasks)
 
     def _send_pack(self, part: str, pack: str, chunks: list[Chunk]) -> tuple[str, Sent, list[Any]]:
-        """Send a pack; return its name, what was sent, and the entries of its chunks."""
+        """Send a pack; return its name, its size, digest and tag, and the entries of its chunks."""
         parts = [load() for *_, load in chunks]
         offsets = itertools.accumulate((len(data) for data in parts), initial=0)
         entries = [
@@ -122,7 +122,7 @@ class ObjectWriter(Writer):
             if found and found["e_tag"] != tag:  # some stores list their tags in another form
                 found = (partial / pack).entry()
             if found is None or (found["size"], found["e_tag"]) != (size, tag):
-                raise OSError(errno.EIO, "the store does not have the object as it was written", str(partial / pack))
+                raise OSError(errno.EIO, "the store has another object than was sent", str(partial / pack))
             digests[pack] = digest
             for name, place, entry in entries:
                 indices[f"{ARRAYS}/{part_of(name)}/{INDEX}"][name]["chunks"][place] = entry

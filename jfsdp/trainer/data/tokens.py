@@ -34,7 +34,7 @@ class DataConfig:
       text_field: field of a JSONL object that contains the text; None: the fields decide the form (`FORMS`).
       max_document_bytes: length above which files are cut into pieces.
       eval_fraction: fraction of the documents to hold out.
-      eval_data: held-out data of their own, as `data`; `eval_fraction` must be 0 then.
+      eval_data: separate data for evaluation, as `data`; `eval_fraction` must be 0 then.
       split_seed: seed of the split. It differs from `seed`, so that runs with other seeds have the same held-out text.
       cross_documents: False: a token attends only to its document. True: a row is one segment of the concatenated
         stream.
@@ -69,7 +69,7 @@ class DataConfig:
             raise ValueError(f"eval_fraction={self.eval_fraction}: must be at least 0 and below 1")
         if self.eval_data is not None and self.eval_fraction:
             raise ValueError(
-                f"eval_fraction={self.eval_fraction}: eval_data={self.eval_data!r} is held out; set it to 0"
+                f"eval_fraction={self.eval_fraction}: eval_data={self.eval_data!r} is for evaluation; set it to 0"
             )
         if self.documents_per_row is not None and self.documents_per_row < 2:
             raise ValueError(f"documents_per_row={self.documents_per_row}: must be at least 2, or None for any number")
@@ -172,7 +172,7 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
             has_conversations |= examples.has_conversations
         first += len(corpus)
         if not weight:
-            found, held_out = [*found, f"held out {line}"], [documents.select(np.flatnonzero(kept))]
+            found, held_out = [*found, f"for evaluation: {line}"], [documents.select(np.flatnonzero(kept))]
             continue
         train, evaluated = (documents.select(part[kept[part]]) for part in _split(corpus, config, source))
         if not len(train):

@@ -39,7 +39,7 @@ class TrainConfig(StepOptions):
     eval_fraction: Real = option(0.05, "data", "refused")
     """Fraction of the documents to hold out for evaluation."""
     eval_data: Location = option(None, "data", "free")
-    """Held-out data of their own, as --data. none: --eval-fraction of the training data."""
+    """Separate data for evaluation, as --data. none: --eval-fraction of the training data."""
 
     global_batch: Number = option(None, "gradient accumulation", "refused", least=1)
     """Rows per step of all devices together, for any number of devices. A device then computes
