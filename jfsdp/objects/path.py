@@ -1,7 +1,7 @@
 """Paths in an object store, with the methods of `pathlib.Path` that jfsdp uses, through the library obstore.
 
-An object store has no directories: a "directory" here is the common prefix of some keys. There is no rename and no
-lock, but a single object is written atomically, and only if it does not exist (`create`) or has not changed
+An object store has no directories: a "directory" here is the common prefix of some keys. It has neither renames
+nor locks, but a single object is written atomically, and only if it does not exist (`create`) or has not changed
 (`replace`).
 
 [Note: three answers]
