@@ -18,6 +18,7 @@ from jfsdp.cli.console import GIB, make_console, make_table, print_facts, print_
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
 from jfsdp.layout.report import show_bytes
+from jfsdp.objects.path import on_disk
 from jfsdp.plan.cluster import doctor
 from jfsdp.plan.cluster.processes import Processes, examine_processes
 from jfsdp.trainer.help_groups import Options, option
@@ -64,7 +65,7 @@ class Doctor(Options):
 
     def _run_processes(self) -> int:
         compare = {name: value for name, value in dataclasses.asdict(self).items() if name != "json"}
-        directory, limit_s = Path(self.run_dir or ".").expanduser().resolve(), self.timeout or 60.0
+        directory, limit_s = on_disk(self.run_dir or ".", "--run-dir").resolve(), self.timeout or 60.0
         with _others_on_stderr():
             found = self._examine(directory, Watch(limit_s, initialize(compare=compare, timeout_s=limit_s)))
         if jax.process_index() == 0:

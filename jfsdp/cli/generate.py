@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
@@ -12,6 +11,7 @@ import tyro
 from jfsdp.cli.console import print_wrapped
 from jfsdp.cli.load_options import OpenOptions
 from jfsdp.extras import need
+from jfsdp.objects.path import as_path
 from jfsdp.trainer.display import harmless
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Location, Number, optional
@@ -76,7 +76,7 @@ class Generate(OpenOptions):
             return [("--prompt", one, None) for one in (as_chat if self.chat else self.prompt)]
         if self.chat:
             raise ValueError("--chat is for --prompt; records of --data are texts or messages; leave --chat out")
-        path = Path(self.data).expanduser()
+        path = as_path(self.data)
         found = []
         try:
             lines = path.read_text(encoding="utf-8").split("\n")

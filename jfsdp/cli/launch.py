@@ -15,6 +15,7 @@ import tyro
 from jfsdp.launch.environment import DEVICES, LATEST_PORT, find_place, given_address, is_address
 from jfsdp.launch.runtime import merge_flags
 from jfsdp.launch.supervisor import Hosts, Supervisor, free_port
+from jfsdp.objects.path import on_disk
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.options import Count, Name, Number, Real, optional
 
@@ -68,7 +69,7 @@ class Launch(Options):
         most = hosts.num_nodes * self.nproc
         if (self.min_nproc or 0) > most:
             raise ValueError(f"--min-nproc {self.min_nproc} must be at most the number of all processes, {most}")
-        directory = Path(self.log_dir or time.strftime("logs/launch-%Y%m%d-%H%M%S"))
+        directory = on_disk(self.log_dir or time.strftime("logs/launch-%Y%m%d-%H%M%S"), "--log-dir")
         supervisor = Supervisor(
             [*program, *self.command],
             self.nproc,

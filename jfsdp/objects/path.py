@@ -263,6 +263,13 @@ def as_path(path: Any) -> Any:
     return ObjectPath(str(path)) if is_address(path) else Path(path).expanduser()
 
 
+def on_disk(path: str, option: str) -> Path:
+    """Return the path of an option that takes no address."""
+    if is_address(path):
+        raise ValueError(f"{option} {path}: must be on a file system; pass a path there")
+    return Path(path).expanduser()
+
+
 def read_at(path: AnyPath, start: int, length: int) -> bytes:
     """Return bytes of a file or an object; fewer at its end."""
     if isinstance(path, ObjectPath):
