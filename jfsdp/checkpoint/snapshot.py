@@ -38,6 +38,7 @@ from jfsdp.checkpoint.to_devices import local_blocks
 from jfsdp.compat import warn
 from jfsdp.launch.environment import SNAPSHOTS, memory_dir
 from jfsdp.launch.hosts import gather_json, hosts, wait_for_all
+from jfsdp.objects.path import is_address
 from jfsdp.train.state import TrainState, array_bytes
 
 _DIGEST = 32  # bytes of a SHA-256
@@ -45,7 +46,8 @@ _DIGEST = 32  # bytes of a SHA-256
 
 def snapshot_dir(run_dir: PathLike) -> Path:
     """Return the directory of a run's snapshots on this host."""
-    name = hashlib.sha256(str(Path(run_dir).resolve()).encode()).hexdigest()[:16]
+    place = str(run_dir) if is_address(run_dir) else str(Path(run_dir).resolve())
+    name = hashlib.sha256(place.encode()).hexdigest()[:16]
     return Path(os.environ.get(SNAPSHOTS) or memory_dir()) / name
 
 

@@ -9,6 +9,7 @@ import pytest
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.snapshot import Snapshots, snapshot_dir
 from jfsdp.train.replicas import compare_replicas
+from jfsdp.trainer.run.stored import StoredRun
 from tests.checkpoint.arrays import assert_same_bits
 from tests.checkpoint.test_store import TX, make_model, saved_state
 from tests.processes import Processes
@@ -24,6 +25,14 @@ def take(snapshots, *steps, name="full4"):
 
 def like(name="full4"):
     return make_model(name).abstract_state(TX)
+
+
+def test_a_run_in_an_object_store_finds_its_snapshots_again():
+    """Its local directory has another path at each start."""
+    runs = [StoredRun(f"memory://snapshots/{name}") for name in ("one", "one", "two")]
+    places = [snapshot_dir(run) for run in runs]
+    assert places[0] == places[1] != places[2]
+    assert runs[0].local != runs[1].local and runs[0].local.name == "one"
 
 
 @pytest.mark.parametrize("name", ["full4", "hybrid2x2", "hfsdp2x3bf16", "ddp4", "flatzero1bf16"])

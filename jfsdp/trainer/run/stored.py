@@ -32,7 +32,8 @@ class StoredRun:
     def __init__(self, address: str):
         self.address = ObjectPath(address)
         self._temporary = tempfile.TemporaryDirectory(prefix="jfsdp-run-")
-        self.local = Path(self._temporary.name)
+        self.local = Path(self._temporary.name, self.address.name or "run")  # trackers show its name
+        self.local.mkdir()
         self._sent: dict[str, Any] = {}
         self._mutex, self._closed = threading.Lock(), threading.Event()
         for found in self.address.iterdir():

@@ -275,7 +275,7 @@ class Run:
         if self.is_writer:
             writers.append(JsonLines(self.run_dir / "metrics.jsonl"))
             writers.append(TensorBoard(self.run_dir / "tensorboard", self.first + 1))
-            settings = described | {"run_dir": str(self.run_dir)}
+            settings = described | {"run_dir": os.fspath(self.run_dir)}
             for option, kind in (("wandb", Wandb), ("mlflow", MLflow)):
                 if (name := getattr(self.config, option)) is not None:
                     begin = functools.partial(kind, name, settings)
