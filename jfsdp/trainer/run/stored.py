@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +33,9 @@ class StoredRun:
 
     def __init__(self, address: str):
         self.address = ObjectPath(address)
-        self._temporary = tempfile.TemporaryDirectory(prefix="jfsdp-run-")
-        self.local = Path(self._temporary.name, self.address.name or "run")  # trackers show its name
+        temporary = tempfile.mkdtemp(prefix="jfsdp-run-")
+        weakref.finalize(self, shutil.rmtree, temporary, ignore_errors=True)
+        self.local = Path(temporary, self.address.name or "run")  # trackers show its name
         self.local.mkdir()
         self._sent: dict[str, Any] = {}
         self._mutex, self._closed = threading.Lock(), threading.Event()
