@@ -54,7 +54,10 @@ def content_path(path: AnyPath) -> Any:
       ValueError: if COMMIT is damaged.
     """
     try:
-        return inside(path, json.loads((path / COMMIT).read_bytes())["content"])
+        found = json.loads(data := (path / COMMIT).read_bytes())
+        if json_text(found) != data:
+            raise ValueError("has changed since it was written")
+        return inside(path, found["content"])
     except (FileNotFoundError, NotADirectoryError):
         return path
     except (ValueError, LookupError, TypeError) as error:
