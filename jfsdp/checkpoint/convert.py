@@ -19,7 +19,7 @@ from jfsdp.checkpoint.disk.paths import absolute_path
 from jfsdp.checkpoint.disk.reader import STREAM_BYTES
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
 from jfsdp.checkpoint.layers import ConvertedLayers, list_names, stack_names
-from jfsdp.checkpoint.opening import open_checkpoint
+from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.layout.select import select_leaves
 
 MEMORY_BYTES = STREAM_BYTES + 2 * 5 * 8 * sources.PIECE_BYTES
@@ -126,7 +126,7 @@ def write_source(
       OSError: if the disk is full or not writable.
     """
     from jfsdp.checkpoint.disk.pieces import Pieces
-    from jfsdp.checkpoint.store import place_of
+    from jfsdp.checkpoint.store import locked_path, place_of
 
     target, counted, impls = absolute_path(target), Counted(source), key_impls or {}
     needed, place = sources.total_bytes(source.arrays.values()), place_of(target)
@@ -142,7 +142,7 @@ def write_source(
     described = {name: Logical(x.shape, x.dtype, impls.get(name)) for name, x in source.arrays.items()}
     whole = make_manifest(described, target.name) | dict(manifest)
 
-    with place.locked_path(target) as lock, contextlib.closing(place.make_writer()) as writer:
+    with locked_path(target) as lock, contextlib.closing(place.make_writer()) as writer:
 
         def check() -> None:
             refuse_nonfinite(target, counted.lines(), allow=allow_nonfinite)

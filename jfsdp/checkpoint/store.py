@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +21,7 @@ from jfsdp.checkpoint.disk.processes import in_all, only_first, together
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.frozen import check_base, frozen_digests, without_frozen
 from jfsdp.checkpoint.layers import ConvertedLayers
-from jfsdp.checkpoint.opening import open_checkpoint
+from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.source import Source, subset, total_bytes
 from jfsdp.checkpoint.to_devices import place
 from jfsdp.layout.lora import A, Adapter
@@ -52,7 +52,7 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
     path = absolute_path(path)
     place, locks = place_of(path), []
     with contextlib.ExitStack() as stack:
-        only_first(lambda: locks.append(stack.enter_context(place.locked_path(path))))
+        only_first(lambda: locks.append(stack.enter_context(locked_path(path))))
         writer = stack.enter_context(contextlib.closing(place.make_writer()))
         start_save(
             writer,
@@ -75,6 +75,24 @@ def place_of(path: Any) -> ModuleType:
 
         return in_store
     return on_disk
+
+
+@contextlib.contextmanager
+def locked_path(path: Any) -> Iterator[Any]:
+    """Lock a new checkpoint path, so that only one process writes to it."""
+    place = place_of(path)
+
+    def check() -> None:
+        if not place.is_free(path):
+            raise ValueError(f"checkpoint {path}: already exists; choose another path, or remove it first")
+
+    check()
+    lock = place.lock_path(path)
+    try:
+        check()
+        yield lock
+    finally:
+        lock.release()
 
 
 def start_save(

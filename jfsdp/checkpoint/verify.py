@@ -9,7 +9,7 @@ from jfsdp.checkpoint.disk.digest import find_damage, find_undigested, list_file
 from jfsdp.checkpoint.disk.files import ARRAYS, COMMIT, SUMS, DamagedError, part_of
 from jfsdp.checkpoint.disk.paths import absolute_path
 from jfsdp.checkpoint.finite import Counted
-from jfsdp.checkpoint.opening import open_checkpoint
+from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.source import PIECE_BYTES, Progress, grid, ignore_progress
 
 MEMORY_BYTES = 16 * PIECE_BYTES

@@ -20,7 +20,7 @@ from jfsdp.checkpoint.disk.paths import absolute_path, find_checkpoint, find_che
 from jfsdp.checkpoint.disk.reader import STREAM_BYTES
 from jfsdp.checkpoint.foreign.peft_files import CONFIG, open_peft
 from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
-from jfsdp.checkpoint.opening import open_checkpoint
+from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.source import PIECE_BYTES, Watched, subset, total_bytes
 from jfsdp.checkpoint.verify import MEMORY_BYTES, verify
 from jfsdp.cli.console import BROKEN, make_console, make_table, print_facts, print_verdict, print_wrapped, progress_of

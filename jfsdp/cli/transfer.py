@@ -19,7 +19,7 @@ from jfsdp.checkpoint.disk.reader import STREAM_BYTES, CheckpointSource
 from jfsdp.checkpoint.foreign.mapping import as_name_map
 from jfsdp.checkpoint.foreign.peft_files import CONFIG as PEFT_CONFIG
 from jfsdp.checkpoint.foreign.safetensors import CONFIG as HF_CONFIG
-from jfsdp.checkpoint.opening import open_checkpoint
+from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.source import Recast, Renamed, Watched, total_bytes
 from jfsdp.cli.console import print_wrapped, progress_of
 from jfsdp.extras import MissingExtra

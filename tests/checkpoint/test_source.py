@@ -9,9 +9,9 @@ from flax import nnx
 
 import jfsdp
 from jfsdp.checkpoint.convert import convert
-from jfsdp.checkpoint.disk.place import locked_path
 from jfsdp.checkpoint.foreign.export import write_safetensors
 from jfsdp.checkpoint.source import Recast, read_whole
+from jfsdp.checkpoint.store import locked_path
 from tests.checkpoint.arrays import Arrays
 from tests.refusals import refuses, refusing
 from tests.sharding import fully_shard

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
@@ -33,26 +32,18 @@ def prepare(directory: Path) -> None:
 check_process = check_open_files
 
 
-def check_free(path: Path) -> None:
-    """Check that nothing exists at a path."""
-    if path.exists():
-        raise ValueError(f"checkpoint {path}: already exists; choose another path, or remove it first")
+def is_free(path: Path) -> bool:
+    """Return whether nothing exists at a path."""
+    return not path.exists()
 
 
-@contextlib.contextmanager
-def locked_path(path: Path) -> Iterator[Lock]:
-    """Lock a new checkpoint path, so that only one process writes to it."""
+def lock_path(path: Path) -> Lock:
+    """Lock a new checkpoint path for this process."""
     check_path(path)
-    check_free(path)
     with readable_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.with_name(f"{path.name}{UNFINISHED}.lock")
-        held = Lock(file, f"checkpoint {path}: is being written by", "or choose another path")
-    try:
-        check_free(path)
-        yield held
-    finally:
-        held.release()
+        return Lock(file, f"checkpoint {path}: is being written by", "or choose another path")
 
 
 def begin(path: Path, needed: int) -> Path:

@@ -24,7 +24,7 @@ from jfsdp.checkpoint.foreign.peft_files import open_peft
 from jfsdp.checkpoint.foreign.safetensors import CONFIG, INDEX, WEIGHTS, SafetensorsSource, check_index, weight_files
 from jfsdp.checkpoint.foreign.torch_source import open_torch
 from jfsdp.checkpoint.layers import ConvertedLayers
-from jfsdp.checkpoint.opening import open_checkpoint
+from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.source import Encoded, Joined, Recast, Renamed, Source
 from jfsdp.checkpoint.to_devices import place
 from jfsdp.compat import warn

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from uuid import uuid4
 
 from jfsdp.checkpoint.disk.files import COMMIT, content_path
@@ -29,22 +28,14 @@ def prepare(directory: ObjectPath) -> None:
 check_process = prepare
 
 
-def check_free(path: ObjectPath) -> None:
-    """Check that nothing exists at a path, except what an incomplete save left."""
-    if (path / COMMIT).is_file():
-        raise ValueError(f"checkpoint {path}: already exists; choose another path, or remove it first")
+def is_free(path: ObjectPath) -> bool:
+    """Return whether a path has no complete checkpoint."""
+    return not (path / COMMIT).is_file()
 
 
-@contextlib.contextmanager
-def locked_path(path: ObjectPath) -> Iterator[Lease]:
-    """Lease a new checkpoint path, so that only one process writes to it."""
-    check_free(path)
-    lease = Lease(path / _LEASE, f"checkpoint {path}: is being written by", "or choose another path")
-    try:
-        check_free(path)
-        yield lease
-    finally:
-        lease.release()
+def lock_path(path: ObjectPath) -> Lease:
+    """Lease a new checkpoint path for this process."""
+    return Lease(path / _LEASE, f"checkpoint {path}: is being written by", "or choose another path")
 
 
 def begin(path: ObjectPath, needed: int) -> ObjectPath:

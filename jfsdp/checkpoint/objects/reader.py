@@ -20,7 +20,12 @@ from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.objects.writer import place_name
 from jfsdp.checkpoint.source import Index
-from jfsdp.objects.path import StoreError
+from jfsdp.objects.path import StoreError, is_address
+
+
+def open_checkpoint(path: Any, *, cache_bytes: int | None = None) -> CheckpointSource:
+    """Open a checkpoint on disk or in an object store; see `CheckpointSource`."""
+    return (ObjectSource if is_address(path) else CheckpointSource)(path, cache_bytes=cache_bytes)
 
 
 class ObjectSource(CheckpointSource):

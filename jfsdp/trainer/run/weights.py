@@ -12,7 +12,7 @@ from jfsdp.checkpoint.disk.paths import find_checkpoint
 from jfsdp.checkpoint.foreign import pretrained
 from jfsdp.checkpoint.foreign.peft_files import open_peft
 from jfsdp.checkpoint.manager import Checkpointer
-from jfsdp.checkpoint.opening import open_checkpoint
+from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.policy import Keep, parse_best
 from jfsdp.objects.path import as_path
 from jfsdp.train.state import TrainState
