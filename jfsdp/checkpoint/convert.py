@@ -150,8 +150,8 @@ def write_source(
 
         partial = place.begin(target, needed)
         with readable_errors(target, needed):
-            writer.start(partial, target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
             try:
+                writer.start(partial, target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
                 writer.wait()
             except BaseException:
                 writer.remove_unfinished()

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from jfsdp.checkpoint.disk.digest import find_damage, find_undigested, list_files, read_digests
-from jfsdp.checkpoint.disk.files import ARRAYS, COMMIT, SUMS, DamagedError, part_of
+from jfsdp.checkpoint.disk.files import ARRAYS, COMMIT, SUMS, DamagedError, bytes_below, part_of
 from jfsdp.checkpoint.disk.paths import absolute_path
 from jfsdp.checkpoint.finite import Counted
 from jfsdp.checkpoint.objects.reader import open_checkpoint
@@ -71,6 +71,6 @@ def verify(path: Any, *, progress: Progress = ignore_progress) -> Verified:
                 progress(name, counted.read(name, index).nbytes)
         except ValueError as error:
             problems.append(str(error))
-    num_bytes = sum((source.files / name).stat().st_size for name in files)
+    num_bytes = bytes_below(source.files)
     lines = (*problems, *counted.lines())
     return Verified(lines, bool(problems), tuple(remarks), len(files), num_bytes, len(source.arrays))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from jfsdp.cli.console import print_wrapped, progress_of
 from jfsdp.extras import MissingExtra
 from jfsdp.launch.runtime import start_jax
 from jfsdp.layout.lora import Adapter
-from jfsdp.objects.path import as_path
+from jfsdp.objects.path import as_path, on_disk
 from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.job import Job, load_job
@@ -147,7 +146,7 @@ class Export(_ModelOptions):
         with progress_of(self.json, "exporting", bound, total_bytes(source.arrays.values())) as progress:
             written = export_safetensors(
                 Watched(source, progress),
-                Path(self.target).expanduser(),
+                on_disk(self.target, "TARGET"),
                 job.pretrained,
                 config=config,
                 dtype=self.dtype,
@@ -178,7 +177,7 @@ class Export(_ModelOptions):
         source.check(list(stored.values()))
         written = write_peft(
             Renamed(source, {name: stored[f"params.{name}"] for name in names}),
-            Path(self.target).expanduser(),
+            on_disk(self.target, "TARGET"),
             job.pretrained,
             adapters,
             _leaves(job),
@@ -356,11 +355,11 @@ def _copy_model_files(config: dict[str, Any], target: Path) -> list[str]:
         of the initial weights.
     """
 
-    def place(name: str) -> Path | None:
+    def place(name: str) -> Any:
         return None if config.get(name) in (None, "byte") else as_path(config[name])
 
     base, tokenizer, template = map(place, ("init_from", "tokenizer", "chat_template"))
-    found: dict[str, Path] = {}
+    found: dict[str, Any] = {}
     if source := base if config.get("tokenizer") is None else tokenizer:
         directory = source if source.is_dir() else source.parent
         found = {file.name: file for glob in _TOKENIZER for file in directory.glob(glob)}
@@ -374,7 +373,7 @@ def _copy_model_files(config: dict[str, Any], target: Path) -> list[str]:
         found["chat_template.jinja"] = template
     found = {name: file for name, file in found.items() if file.is_file()}
     for name, file in found.items():
-        shutil.copyfile(file, target / name)
+        (target / name).write_bytes(file.read_bytes())
     names = set(found)
     if "tokenizer.json" in names and names.isdisjoint(_SPECIAL_FILES) and (loaded := _find_tokenizer(config)):
         end = loaded.decode([loaded.eod_id], special=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 
@@ -39,13 +39,19 @@ def check_heads(attend: Callable[..., Any], arrays: Sequence[Any], rows: Sequenc
         jaxpr = jax.make_jaxpr(attend)(*shapes, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows)).jaxpr
     except Exception:  # of any kind: it is the user's function
         return
+    if any(size % num == 0 for var in jaxpr.constvars for size in getattr(var.aval, "shape", ())):
+        _refuse("an array that the function makes itself")
     for eqn in all_eqns(jaxpr):
         if _uses_heads(eqn, num):
-            raise ValueError(
-                f"jfsdp.over_context: {' '.join(filter(None, (eqn.primitive.name, source_line(eqn))))} numbers, "
-                "combines or selects heads, but the function sees only the heads of one device; make values per head a "
-                "part of query, key or value before the call, combine heads after it, and compute a head by jax.vmap"
-            )
+            _refuse(" ".join(filter(None, (eqn.primitive.name, source_line(eqn)))))
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(
+        f"jfsdp.over_context: {what} numbers, combines or selects heads, but the function sees only the heads of one "
+        "device; make values per head a part of query, key or value before the call, combine heads after it, and "
+        "compute a head by jax.vmap"
+    )
 
 
 def _uses_heads(eqn: Any, num: int) -> bool:
@@ -59,6 +65,11 @@ def _uses_heads(eqn: Any, num: int) -> bool:
         return any(new[dim] % num == 0 for dim in (dims if isinstance(dims, tuple) else (dims,)))
     if name == "dot_general":
         return any(old[dim] % num == 0 for dim in params["dimension_numbers"][0][0])
+    if name == "random_bits":
+        return any(size % num == 0 for size in new)
+    if name == "gather":
+        batched, sizes = params["dimension_numbers"].operand_batching_dims, params["slice_sizes"]
+        return any(old[dim] % num == 0 != sizes[dim] % num for dim in range(len(old)) if dim not in batched)
     if name in ("slice", "split", "pad", "dynamic_slice"):
         return any(one != other and 0 in (one % num, other % num) for one, other in zip(old, new, strict=False))
     return False

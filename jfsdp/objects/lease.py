@@ -17,6 +17,8 @@ import platform
 import threading
 import time
 import uuid
+import weakref
+from typing import Any
 
 from jfsdp.launch.hosts import host_id
 from jfsdp.objects.path import ChangedError, ObjectPath, StoreError, Tag
@@ -39,12 +41,13 @@ class Lease:
     """
 
     def __init__(self, path: ObjectPath, what: str, remedy: str):
-        self._path, self._count = path, 0
+        self.path, self._count = path, 0
         self._owner = {"process": os.getpid(), "node": platform.node(), "place": _place(), "id": uuid.uuid4().hex}
         self._mutex, self._released = threading.Lock(), threading.Event()
         self._tag = self._take(what, remedy)
         self._check_conditions()
-        threading.Thread(target=self._renew, name="jfsdp-lease", daemon=True).start()
+        args = weakref.ref(self), self._released
+        threading.Thread(target=_renew, args=args, name="jfsdp-lease", daemon=True).start()
 
     def _body(self, *, is_held: bool = True) -> bytes:
         self._count += 1
@@ -52,28 +55,30 @@ class Lease:
 
     def _take(self, what: str, remedy: str) -> Tag:
         with contextlib.suppress(FileExistsError):
-            return self._path.create(self._body())
-        first, start = self._path.read_versioned(), time.monotonic()
+            return self.path.create(self._body())
+        first, start = self.path.read_versioned(), time.monotonic()
         owner = json.loads(first[0])
         is_dead = owner["place"] == self._owner["place"] and not _is_running(owner["process"])
         while owner["is_held"] and not is_dead and time.monotonic() < start + LEASE_S:
             time.sleep(min(RENEW_S / 2, LEASE_S / 4))
-            if self._path.read_versioned()[1] != first[1]:
+            if self.path.read_versioned()[1] != first[1]:
                 raise ValueError(f"{what} process {owner['process']} on {owner['node']}; wait for it, {remedy}")
         try:
-            return self._path.replace(self._body(), first[1])
+            return self.path.replace(self._body(), first[1])
         except ChangedError:
             raise ValueError(f"{what} another process, which has just begun; wait for it, {remedy}") from None
 
     def _check_conditions(self) -> None:
         """Check that the store does not ignore the conditions of writes, as some S3-compatible ones do."""
+        other = {name: '"none"' if name == "e_tag" else "9" * 15 for name in self._tag}
         with contextlib.suppress(FileExistsError):
-            self._path.create(b"{}")
-            raise StoreError(
-                errno.ENOTSUP,
-                "the store ignores If-None-Match, so two jobs could write one run; use another store",
-                str(self._path),
-            )
+            self._refuse("If-None-Match", self.path.create(b"{}"))
+        with contextlib.suppress(ChangedError):
+            self._refuse("If-Match", self.path.replace(b"{}", other))
+
+    def _refuse(self, condition: str, _: Tag) -> None:
+        reason = f"the store ignores {condition}, so two jobs could write one run; use another store"
+        raise StoreError(errno.ENOTSUP, reason, str(self.path))
 
     def check(self) -> None:
         """Renew the lease now.
@@ -82,28 +87,36 @@ class Lease:
           StoreError: if another process took it, because this one was not able to renew it.
         """
         with self._mutex:
+            if self._released.is_set():
+                return
             try:
-                self._tag = self._path.replace(self._body(), self._tag)
+                self._tag = self.path.replace(self._body(), self._tag)
             except ChangedError:
-                found, tag = self._path.read_versioned()
+                found, tag = self.path.read_versioned()
                 if json.loads(found)["id"] != self._owner["id"]:
                     raise
-                self._tag = self._path.replace(self._body(), tag)  # an earlier renewal, whose answer was lost
-
-    def _renew(self) -> None:
-        while not self._released.wait(RENEW_S):
-            try:
-                self.check()
-            except ChangedError:  # `check` raises it again before a commit
-                return
-            except OSError:  # no answer: the lease lasts until LEASE_S after the last renewal
-                continue
+                self._tag = self.path.replace(self._body(), tag)  # an earlier renewal, whose answer was lost
 
     def release(self) -> None:
         """Release the lease, if this process still has it."""
         self._released.set()
         with self._mutex, contextlib.suppress(OSError):
-            self._path.replace(self._body(is_held=False), self._tag)
+            self.path.replace(self._body(is_held=False), self._tag)
+
+
+def _renew(lease: Any, released: threading.Event) -> None:
+    """Renew a lease until it is released or its owner is collected."""
+    while not released.wait(RENEW_S):
+        if (held := lease()) is None:
+            return
+        try:
+            held.check()
+        except ChangedError:  # `check` raises it again before a commit
+            return
+        except OSError:  # no answer: the lease lasts until LEASE_S after the last renewal
+            continue
+        finally:
+            del held
 
 
 def _place() -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fnmatch
 import functools
 import io
 import os
@@ -127,15 +128,23 @@ class ObjectPath(os.PathLike[str]):
         """Yield the objects and prefixes directly below this one."""
         with _named(self):
             found = self._client.list_with_delimiter(self.key or None)
-        for key in [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]:
-            yield ObjectPath(f"{self.root}/{key}")
+        keys = [*found["common_prefixes"], *(entry["path"] for entry in found["objects"])]
+        for key in dict.fromkeys(key.rstrip("/") for key in keys):
+            if key != self.key:  # an empty object that marks a folder
+                yield ObjectPath(f"{self.root}/{key}")
+
+    def glob(self, pattern: str) -> Iterator[ObjectPath]:
+        """Yield the objects and prefixes directly below this one whose name matches."""
+        return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
 
     def walk(self) -> dict[str, dict[str, Any]]:
         """Return `size` and `e_tag` of all objects below this prefix, by their names relative to it, sorted."""
         start = len(self.key) + bool(self.key)
         with _named(self):
             entries = [entry for part in self._client.list(self.key or None) for entry in part]
-        return {entry["path"][start:]: entry for entry in sorted(entries, key=lambda entry: entry["path"])}
+        found = {entry["path"][start:]: entry for entry in sorted(entries, key=lambda entry: entry["path"])}
+        folders = {str(folder) for name in found for folder in PurePosixPath(name).parents} | {""}
+        return {name: entry for name, entry in found.items() if entry["size"] or name not in folders}
 
     def entry(self) -> dict[str, Any]:
         """Return `size` and `e_tag` of the object."""
@@ -286,9 +295,10 @@ def match_below(pattern: str) -> tuple[ObjectPath, list[str]]:
     """
     fixed = re.split(r"[*?\[]", pattern, maxsplit=1)[0].rpartition("/")[0]
     root, rest = ObjectPath(fixed), pattern[len(fixed) + 1 :]
-    parts = re.split(r"(\*\*/|\*|\?|\[[^]]*\])", rest)
-    kinds = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
-    regex = "".join(kinds.get(part) or (part if part.startswith("[") else re.escape(part)) for part in parts)
+    kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    parts = re.split(r"(\*\*/|\*\*|\*|\?|\[.[^]]*\])", rest)
+    texts = (part.replace("[!", "[^", 1) if part.startswith("[") else re.escape(part) for part in parts)
+    regex = "".join(kinds.get(part, text) for part, text in zip(parts, texts, strict=True))
     return root, [name for name in root.walk() if re.fullmatch(regex, name)]
 
 
@@ -334,7 +344,7 @@ _REASONS = {
         errno.EACCES,
         "the credentials do not allow this; grant reading, writing, listing and deleting of objects",
     ),
-    "NotImplemented|501|not supported|NotSupported": (
+    "NotImplemented|501 Not Implemented|not supported|NotSupported": (
         errno.ENOTSUP,
         "the store has no conditional writes, without which two jobs could write one run; use another store",
     ),
@@ -348,7 +358,9 @@ def _named(path: ObjectPath) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind, text = type(error).__name__, str(error).partition("\n\nDebug source")[0]
+        # Only the host of an address: its path may have words of the patterns, and its user a password.
+        text = re.sub(r"https?://(?:[^/@\s]*@)?([^/\s]*)\S*", r"\1", str(error).partition("\n\nDebug source")[0])
+        kind = type(error).__name__
         if kind == "AlreadyExistsError":
             raise FileExistsError(errno.EEXIST, "exists already", str(path)) from error
         if kind == "PreconditionError":

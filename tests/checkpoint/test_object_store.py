@@ -17,14 +17,17 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 import jfsdp
-from jfsdp.checkpoint.convert import convert
+from jfsdp.checkpoint.convert import convert, write_source
 from jfsdp.checkpoint.disk.digest import list_files
 from jfsdp.checkpoint.disk.files import COMMIT, SUMS, DamagedError, content_path
 from jfsdp.checkpoint.disk.paths import find_checkpoints
-from jfsdp.checkpoint.objects import writer
+from jfsdp.checkpoint.objects import place, writer
+from jfsdp.checkpoint.objects.reader import open_checkpoint
+from jfsdp.checkpoint.source import read_whole
 from jfsdp.checkpoint.verify import verify
 from jfsdp.objects import lease as leases
 from jfsdp.objects.path import ObjectPath, StoreError
+from tests.checkpoint.arrays import Arrays
 from tests.checkpoint.test_damage import TX, Net, damage, damages, model, state_of
 from tests.objects.faulty import Killed, faulty_store, s3_server
 from tests.objects.gcs import gcs_server
@@ -57,6 +60,7 @@ def save_steps(run: Any, *steps: int) -> None:
 def quick_leases(monkeypatch) -> None:
     monkeypatch.setattr(leases, "LEASE_S", 0.1)
     monkeypatch.setattr(leases, "RENEW_S", 60.0)
+    monkeypatch.setattr(place, "GARBAGE_S", 0.0)
 
 
 MESHES = [
@@ -67,13 +71,13 @@ MESHES = [
 
 
 @functools.cache
-def on(place: int) -> Any:
-    mesh, options = MESHES[place]
+def on(at: int) -> Any:
+    mesh, options = MESHES[at]
     return fully_shard(Net, mesh=jfsdp.make_mesh(**mesh), min_size=8, **options)
 
 
-def check_round_trip(root: ObjectPath, place: int, directory: Path) -> None:
-    state = on(place).init(TX, seed=3)
+def check_round_trip(root: ObjectPath, at: int, directory: Path) -> None:
+    state = on(at).init(TX, seed=3)
     jfsdp.checkpoint.save(root, state, extra=[1], config={"a": 2})
     for other in range(len(MESHES)):
         check_equal(jfsdp.checkpoint.restore(str(root), on(other).abstract_state(TX)), state)
@@ -82,15 +86,15 @@ def check_round_trip(root: ObjectPath, place: int, directory: Path) -> None:
     again = root.parent / "again"
     convert(str(root), directory / "c")
     convert(directory / "c", str(again))
-    check_equal(jfsdp.checkpoint.restore(again, on(place).abstract_state(TX)), state)
+    check_equal(jfsdp.checkpoint.restore(again, on(at).abstract_state(TX)), state)
     assert find_checkpoints(str(again)) == [again]
     refuses(lambda: jfsdp.checkpoint.save(root, state), f"{root}: already exists")
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_a_state_comes_back_to_the_bit_on_any_mesh_and_goes_to_disk_and_back(place, tmp_path, monkeypatch):
+@pytest.mark.parametrize("at", range(3))
+def test_a_state_comes_back_to_the_bit_on_any_mesh_and_goes_to_disk_and_back(at, tmp_path, monkeypatch):
     monkeypatch.setattr(writer, "PACK_BYTES", 2000)
-    check_round_trip(new_root(), place, tmp_path)
+    check_round_trip(new_root(), at, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["s3", "gs"])
@@ -188,6 +192,66 @@ def test_of_two_writers_the_paused_one_commits_nothing_more(quick_leases):
     save_steps(second, 4)
     assert second.steps() == [1, 2, 4] and not (root / "3").exists()
     second.close()
+
+
+def test_a_commit_after_a_pause_is_taken_back(quick_leases, monkeypatch):
+    """The process is paused between its last renewal and COMMIT, and another one takes the lease."""
+    root = new_root()
+    first, create = jfsdp.checkpoint.Checkpointer(root), ObjectPath.create
+    save_steps(first, 1)
+
+    def pause(self: ObjectPath, data: Any) -> Any:
+        if self == root / "2" / COMMIT:
+            monkeypatch.undo()
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(leases, "LEASE_S", 0.1)
+                second = jfsdp.checkpoint.Checkpointer(root)
+                save_steps(second, 3)
+        return create(self, data)
+
+    monkeypatch.setattr(ObjectPath, "create", pause)
+    with pytest.raises(StoreError, match="another process"):
+        save_steps(first, 2)
+    assert first.steps() == [1, 3]
+
+
+def test_an_upload_that_outlives_its_save_changes_no_later_one(monkeypatch):
+    """A pack fails while another one is being sent slowly."""
+    root, send = new_root(), ObjectPath.write_bytes
+    monkeypatch.setattr(writer, "PACK_BYTES", 2000)
+
+    def fail_or_wait(self: ObjectPath, data: Any) -> Any:
+        if self.name == "0-0.bin":
+            raise StoreError(5, "told to fail", str(self))
+        if self.name.endswith(".bin"):
+            time.sleep(0.3)
+        return send(self, data)
+
+    with jfsdp.checkpoint.Checkpointer(root) as run:
+        with monkeypatch.context() as patch:
+            patch.setattr(ObjectPath, "write_bytes", fail_or_wait)
+            with pytest.raises(StoreError, match="told to fail"):
+                save_steps(run, 1)
+        assert not (root / "1").exists()
+        save_steps(run, 2)
+        check_equal(run.restore(state_of(0))[0], state_of(2))
+
+
+def test_arrays_without_elements_and_of_odd_dtypes_come_back(tmp_path):
+    import ml_dtypes
+
+    arrays = {
+        "params.empty": np.zeros((0, 3), np.float32),
+        "params.scalar": np.array(2.5, ml_dtypes.bfloat16),
+        "params.small": np.arange(-8, 7).astype(ml_dtypes.int4).reshape(3, 5),
+        "params.bits": np.array([True, False, True]),
+    }
+    source, root = Arrays(arrays), new_root()
+    write_source(str(root), source, {}, {"layout.json": None, "config.json": None, "extra.json": [None]})
+    found = open_checkpoint(root)
+    for name, value in arrays.items():
+        read = read_whole(found, name)
+        assert (read.dtype, read.shape, read.tobytes()) == (value.dtype, value.shape, value.tobytes())
 
 
 def test_a_commit_whose_answer_is_lost_counts_and_its_objects_stay(monkeypatch):
@@ -302,6 +366,7 @@ class Runs(RuleBasedStateMachine):
 def run_machine(monkeypatch: Any, num: int, length: int) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
+    monkeypatch.setattr(place, "GARBAGE_S", 0.0)
     monkeypatch.setattr(leases, "LEASE_S", 0.02)
     monkeypatch.setattr(leases, "RENEW_S", 60.0)
     Runs.totals = {"steps": 0, "faults": 0}
@@ -325,6 +390,7 @@ def test_many_runs_on_a_store_with_faults_list_only_what_restores(monkeypatch):
 # What the interrupted process runs: it saves step after step until it is killed, resuming where it was.
 ENDLESS = """
 import itertools, sys
+from tests.checkpoint.arrays import Arrays
 from tests.checkpoint.test_damage import jfsdp, state_of
 
 run = jfsdp.checkpoint.Checkpointer(sys.argv[1], keep=3)

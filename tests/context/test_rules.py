@@ -209,6 +209,19 @@ def mixed(query, key, value):
     return jax.nn.dot_product_attention(jnp.einsum("bthA,hg->btgA", query, jnp.ones([query.shape[2]] * 2)), key, value)
 
 
+def by_constants(query, key, value):
+    return jax.nn.dot_product_attention(query * np.arange(query.shape[2])[:, None], key, value)
+
+
+def by_gather(query, key, value):
+    return jax.nn.dot_product_attention(query[:, :, jnp.zeros(query.shape[2], int)], key, value)
+
+
+def by_noise(query, key, value):
+    noise = jax.random.normal(jax.random.key(0), query.shape[2:])
+    return jax.nn.dot_product_attention(query + noise, key, value)
+
+
 def apart(query, key, value):
     """Heads by vmap, and keys repeated for them."""
     key, value = (jnp.repeat(x, query.shape[2] // x.shape[2], axis=2) for x in (key, value))
@@ -219,7 +232,16 @@ def apart(query, key, value):
 @pytest.mark.parametrize("program", ["manual", "xla"])
 @pytest.mark.parametrize(
     ("attend", "operation"),
-    [(by_slopes, "iota"), (by_pairs, "split"), (over_all, "reduce_sum"), (mixed, "dot_general"), (apart, None)],
+    [
+        (by_slopes, "iota"),
+        (by_pairs, "split"),
+        (over_all, "reduce_sum"),
+        (mixed, "dot_general"),
+        (apart, None),
+        (by_constants, "array"),
+        (by_gather, "gather"),
+        (by_noise, "random_bits"),
+    ],
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_attention_that_does_not_compute_heads_alike_and_apart_is_refused(attend, operation, program):
@@ -228,7 +250,7 @@ def test_attention_that_does_not_compute_heads_alike_and_apart_is_refused(attend
     if operation is None:
         assert np.isfinite(float(run(source, program=program)[1]["loss"]))
     else:
-        refuses(lambda: run(source, program=program), operation, "heads of one device", "test_rules.py")
+        refuses(lambda: run(source, program=program), operation, "heads of one device")
 
 
 def test_attention_that_xla_does_not_split_is_told():

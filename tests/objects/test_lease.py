@@ -1,5 +1,6 @@
 """A lease: one holder, renewed while it lives, taken over when it is dead, and lost by who could not renew it."""
 
+import gc
 import itertools
 import json
 import os
@@ -93,12 +94,25 @@ def test_of_many_that_begin_at_once_one_gets_the_lease(path):
     got[0].release()
 
 
-def test_a_store_that_ignores_conditions_is_refused(path):
+@pytest.mark.parametrize("ignored", ["If-None-Match", "If-Match"])
+def test_a_store_that_ignores_conditions_is_refused(path, ignored):
     with faulty_store(path.root) as store:
         put = store.store.put
-        store.put = lambda *args, mode=None, **options: put(*args, **options)
-        with pytest.raises(StoreError, match="If-None-Match"):
+
+        def ignore(*args, mode=None, **options):
+            is_kept = mode is not None and (mode == "create") != (ignored == "If-None-Match")
+            return put(*args, **({"mode": mode} if is_kept else {}), **options)
+
+        store.put = ignore
+        with pytest.raises(StoreError, match=f"ignores {ignored}"):
             take(path)
+
+
+def test_a_holder_that_is_dropped_does_not_block_its_own_process(path):
+    take(path)
+    gc.collect()
+    time.sleep(0.3)
+    take(path).release()
 
 
 def test_a_lease_survives_a_store_that_does_not_answer_for_a_while(path):

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from jfsdp.objects import path as paths
-from jfsdp.objects.path import ChangedError, ObjectPath, StoreError, as_path
+from jfsdp.objects.path import ChangedError, ObjectPath, StoreError, as_path, match_below
 from tests.objects.faulty import faulty_store, s3_server
 from tests.objects.gcs import gcs_server
 from tests.refusals import refuses
@@ -63,6 +63,27 @@ def test_objects_are_written_read_in_ranges_listed_and_removed(root):
     assert caught.value.filename == f"{root}/x"
 
 
+def test_markers_of_folders_are_no_objects_and_patterns_are_those_of_glob(root):
+    for name in ("a.txt", "b/0.txt", "b/1.txt", "b/c/2.md"):
+        (root / name).write_bytes(b"text")
+    for folder in ("b", "b/c"):  # the store's console creates "b/"
+        root._client.put(f"{root.key}/{folder}/", b"")
+    root._client.put(f"{root.key}/", b"")
+    assert list(root.walk()) == ["a.txt", "b/0.txt", "b/1.txt", "b/c/2.md"]
+    assert sorted(path.name for path in root.iterdir()) == ["a.txt", "b"]
+    for pattern, found in {
+        "*": ["a.txt"],
+        "**": ["a.txt", "b/0.txt", "b/1.txt", "b/c/2.md"],
+        "b/**": ["b/0.txt", "b/1.txt", "b/c/2.md"],
+        "**/*.txt": ["a.txt", "b/0.txt", "b/1.txt"],
+        "b/[!0].txt": ["b/1.txt"],
+        "b/[01].txt": ["b/0.txt", "b/1.txt"],
+        "?.txt": ["a.txt"],
+    }.items():
+        under, names = match_below(f"{root}/{pattern}")
+        assert [f"{under}/{name}" for name in names] == [f"{root}/{name}" for name in found], pattern
+
+
 def test_an_object_is_created_once_and_replaced_only_in_the_version_that_was_read(root):
     tag = (root / "x").create(b"1")
     with pytest.raises(FileExistsError):
@@ -85,6 +106,7 @@ ANSWERS = {
     "301 Moved Permanently: <Code>PermanentRedirect</Code>": ("AWS_REGION", errno.EINVAL),
     "501 Not Implemented: A header you provided": ("conditional writes", errno.ENOTSUP),
     "503 Service Unavailable: <Code>SlowDown</Code>": ("503 Service Unavailable", errno.EIO),
+    "400 Bad Request: x": ("answered with an error (400 Bad Request)", errno.EIO),
 }
 
 
@@ -93,7 +115,8 @@ def test_an_error_of_the_store_is_told_with_its_reason_and_is_never_a_missing_ob
     from obstore.exceptions import GenericError
 
     fact, code = ANSWERS[answer]
-    text = f"Generic S3 error: Error performing GET http://host/b/x - Server returned non-2xx status code: {answer}"
+    text = "Generic S3 error: Error performing GET http://user:word@host/b/501/connect"
+    text = f"{text} - Server returned non-2xx status code: {answer}"
     with faulty_store("memory://told") as store:
         monkeypatch.setattr(store, "rate", 0.0)
 
@@ -105,7 +128,8 @@ def test_an_error_of_the_store_is_told_with_its_reason_and_is_never_a_missing_ob
         for ask in (path.exists, path.is_file, path.is_dir, path.read_bytes, path.stat):
             with pytest.raises(StoreError) as caught:
                 ask()
-            assert caught.value.errno == code and fact in str(caught.value) and "secret" not in str(caught.value)
+            assert caught.value.errno == code and fact in str(caught.value)
+            assert "secret" not in str(caught.value) and "word" not in str(caught.value)
             assert caught.value.filename == str(path)
 
 

@@ -78,6 +78,7 @@ def test_damaged_files_are_named(tmp_path):
     for name, data in {
         "a.jsonl.gz": whole[: len(whole) // 2],
         "b.jsonl.gz": b"nothing",
+        "f.jsonl.gz": whole[:40] + b"\0" * 20 + whole[60:],
         "c.jsonl.zst": b"nothing at all",
         "d.parquet": b"PAR1 nothing",
         "e.arrow": b"nothing of a stream",

@@ -67,10 +67,10 @@ class CheckpointSource:
         parts = sorted({part_of(name) for name in names})
 
         def check_share() -> list[str]:
-            digests = digest.read_digests(self.path)
+            digests = digest.read_digests(self.files)
             files = [name for name in digests if digest.is_needed(name, parts)]
             mine = files[jax.process_index() :: jax.process_count()]
-            return digest.find_undigested(parts, digests) or digest.find_damage(self.path, mine, digests)
+            return digest.find_undigested(parts, digests) or digest.find_damage(self.files, mine, digests)
 
         digest.raise_damage(self.path, sorted({line for lines in together(check_share) for line in lines}))
 

@@ -11,6 +11,8 @@ from jfsdp.objects.lease import Lease
 from jfsdp.objects.path import ObjectPath
 
 _LEASE = "lease"
+GARBAGE_S = 3600.0
+"""Seconds after which the objects of an incomplete save are removed. A request may arrive late, but not so late."""
 
 
 def make_writer() -> Writer:
@@ -35,7 +37,9 @@ def is_free(path: ObjectPath) -> bool:
 
 def lock_path(path: ObjectPath) -> Lease:
     """Lease a new checkpoint path for this process."""
-    return Lease(path / _LEASE, f"checkpoint {path}: is being written by", "or choose another path")
+    lease = Lease(path / _LEASE, f"checkpoint {path}: is being written by", "or choose another path")
+    _clean(path, lease.path)
+    return lease
 
 
 def begin(path: ObjectPath, needed: int) -> ObjectPath:
@@ -51,11 +55,19 @@ def lock(directory: ObjectPath) -> Lease:
     """
     lease = Lease(directory / _LEASE, f"checkpoints {directory}: are written by", "or save to another prefix")
     for path in directory.iterdir():
-        content = content_path(path) if path.name.isdecimal() else None
-        for part in path.iterdir() if content is not None else ():
-            if part.name not in (COMMIT, _LEASE, content.name):  # type: ignore[union-attr]
-                part.remove_below()
+        if path.name.isdecimal():
+            _clean(path, lease.path)
     return lease
+
+
+def _clean(path: ObjectPath, lease: ObjectPath) -> None:
+    """Remove what incomplete saves left at a path, an hour later by the clock of the store."""
+    content, now = content_path(path), lease.entry()["last_modified"]
+    for part in path.iterdir():
+        if part.name not in (COMMIT, _LEASE, content.name):
+            last = max(entry["last_modified"] for entry in part.walk().values())
+            if (now - last).total_seconds() >= GARBAGE_S:
+                part.remove_below()
 
 
 def has_unfinished(directory: ObjectPath) -> bool:

@@ -9,7 +9,6 @@ import math
 import threading
 import zlib
 from collections.abc import Iterable
-from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -38,8 +37,8 @@ class ObjectSource(CheckpointSource):
         if read_json(self.path, COMMIT).get("sums") != sums:
             raise damaged(self.path, f"{COMMIT} and {SUMS} do not belong together")
         self._indices: dict[str, dict[str, Any]] = {}
-        self._cache: collections.OrderedDict[str, Future[np.ndarray]] = collections.OrderedDict()
-        self._mutex, self._cached_bytes = threading.Lock(), 0
+        self._cache: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
+        self._mutex, self._index_mutex = threading.Lock(), threading.Lock()
 
     def check(self, names: Iterable[str]) -> None:
         """Check that every object is there that reading these arrays needs. A read checks their contents.
@@ -62,7 +61,7 @@ class ObjectSource(CheckpointSource):
     def _index(self, name: str) -> dict[str, Any]:
         """Return the shape and the entries of an array's chunks."""
         part = part_of(name)
-        with self._mutex:
+        with self._index_mutex:
             if part not in self._indices:
                 file = f"{ARRAYS}/{part}/{INDEX}"
                 digests = digest.read_digests(self.files)
@@ -71,10 +70,12 @@ class ObjectSource(CheckpointSource):
             return self._indices[part][name]
 
     def read(self, name: str, index: Index) -> np.ndarray:
-        array, cell = self.arrays[name], self.chunk_shape(name)
-        out = np.empty([part.stop - part.start for part in index], array.dtype)
+        out = np.empty([part.stop - part.start for part in index], self.arrays[name].dtype)
+        if not out.size:
+            return out
+        cell = self.chunk_shape(name)
         grid = [range(part.start // size, -(-part.stop // size)) for part, size in zip(index, cell, strict=True)]
-        for place in itertools.product(*grid) if out.size else ():
+        for place in itertools.product(*grid):
             begin = [at * size for at, size in zip(place, cell, strict=True)]
             inner, outer = [], []
             for start, size, part in zip(begin, cell, index, strict=True):
@@ -90,28 +91,15 @@ class ObjectSource(CheckpointSource):
     def _chunk(self, name: str, place: tuple[int, ...]) -> np.ndarray:
         key = f"{name}/{place_name(place)}"
         with self._mutex:
-            is_mine = key not in self._cache
-            future = self._cache.setdefault(key, Future())
-            self._cache.move_to_end(key)
-        if is_mine:
-            try:
-                future.set_result(self._load(name, place_name(place)))
-            except BaseException as error:
-                future.set_exception(error)
-                with self._mutex:
-                    del self._cache[key]
-                raise
-            self._make_room(future.result().nbytes)
-        return future.result()
-
-    def _make_room(self, added: int) -> None:
+            if key in self._cache:
+                self._cache.move_to_end(key)
+                return self._cache[key]
+        chunk = self._load(name, place_name(place))
         with self._mutex:
-            self._cached_bytes += added
-            for key in list(self._cache):
-                if self._cached_bytes <= self._cache_bytes:
-                    break
-                if self._cache[key].done():
-                    self._cached_bytes -= self._cache.pop(key).result().nbytes
+            self._cache[key] = chunk
+            while sum(x.nbytes for x in self._cache.values()) > self._cache_bytes:
+                self._cache.popitem(last=False)
+        return chunk
 
     def _load(self, name: str, place: str) -> np.ndarray:
         shape, dtype = self.chunk_shape(name), self.arrays[name].dtype

@@ -12,8 +12,9 @@ nothing. Each process hashes a chunk in memory before it is sent, and reports na
 its objects. Process 0 compares the reports with the store's listing, writes documents and digests, renews its lease,
 and then creates COMMIT if there is none. Readers see only checkpoints with a COMMIT; removal begins with it. Prefixes
 that no COMMIT names are removed by the next process that has the lease.
-If a process is paused between the renewal and COMMIT for longer than a lease lasts, two runs may commit different
-steps; a step is never that of two.
+A process that is paused between the renewal and COMMIT for longer than a lease lasts finds out at its next renewal,
+right after COMMIT, and removes it again. Prefixes are removed an hour after their last object, so a COMMIT request that
+arrives late, from a dead process, still names whole objects.
 
 Arrays are not written by orbax, which has no driver for S3, nor by tensorstore, which does not return the bytes that it
 writes: a digest would need to read them again, and reads would not be checked. Packs keep the number of objects small:
@@ -28,9 +29,9 @@ import hashlib
 import itertools
 import json
 import math
-import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -43,11 +44,12 @@ from jfsdp.checkpoint.disk.pieces import Pieces
 from jfsdp.checkpoint.source import Index, cell_of, grid
 from jfsdp.checkpoint.writer import IncompleteError, Writer
 from jfsdp.compat import coordination_store
-from jfsdp.objects.path import StoreError
+from jfsdp.objects.path import ChangedError, ObjectPath, StoreError
 
 PACK_BYTES = 32 << 20
 """Size of an object with chunks of arrays; chunks are not cut."""
 
+_TIMEOUT_MS = 24 * 3600 * 1000
 _THREADS = 8
 """Number of packs that are sent at once. Each takes about twice its bytes of memory."""
 
@@ -72,10 +74,11 @@ class ObjectWriter(Writer):
         index, tasks = jax.process_index(), []
         for part, chunks in parts.items():
             for number, pack in enumerate(_packs(chunks)):
-                tasks.append(self._pool.submit(self._send_pack, part, f"{index}-{number}.bin", pack))
+                name = f"{index}-{number}.bin"
+                tasks.append(self._pool.submit(self._send_pack, self._partial, part, name, pack))
         return functools.partial(self._finish, tasks)
 
-    def _send_pack(self, part: str, pack: str, chunks: list[Chunk]) -> tuple[str, Sent, list[Any]]:
+    def _send_pack(self, partial: ObjectPath, part: str, pack: str, chunks: list[Chunk]) -> tuple[str, Sent, list[Any]]:
         """Send a pack; return its name, its size, digest and tag, and the entries of its chunks."""
         parts = [load() for *_, load in chunks]
         offsets = itertools.accumulate((len(data) for data in parts), initial=0)
@@ -83,10 +86,11 @@ class ObjectWriter(Writer):
             (name, place, [pack, offset, zlib.crc32(data)])
             for (name, place, _, _), data, offset in zip(chunks, parts, offsets, strict=False)
         ]
-        return f"{ARRAYS}/{part}/{pack}", self._send(f"{ARRAYS}/{part}/{pack}", b"".join(parts)), entries
+        name = f"{ARRAYS}/{part}/{pack}"
+        return name, self._send(partial / name, b"".join(parts)), entries
 
-    def _send(self, name: str, data: bytes) -> Sent:
-        tag = (self._partial / name).write_bytes(data)
+    def _send(self, path: ObjectPath, data: bytes) -> Sent:
+        tag = path.write_bytes(data)
         self._num_bytes += len(data)
         return len(data), hashlib.sha256(data).hexdigest(), tag["e_tag"]
 
@@ -102,14 +106,18 @@ class ObjectWriter(Writer):
         except BaseException:
             for task in tasks:
                 task.cancel()
+            futures.wait(tasks)  # so that nothing is sent after the prefix is removed
             if index:
                 store.key_value_set(f"{key}/{index}", "failed")
             raise
         self._report = report
         for other in range(1, count) if index == 0 else ():
-            if _wait_for_key(store, f"{key}/{other}") == "failed":
+            # If that process dies, JAX ends this one.
+            if store.blocking_key_value_get(f"{key}/{other}", _TIMEOUT_MS) == "failed":
                 raise IncompleteError(other)
-            self._report += json.loads((self._partial / f"report.{other}.json").read_bytes())
+            report = self._partial / f"report.{other}.json"
+            self._report += json.loads(report.read_bytes())
+            report.unlink()
 
     def commit(self, path: Any, documents: Mapping[str, Any], check: Callable[[], Any]) -> None:
         partial, digests = self._partial, {}
@@ -127,9 +135,9 @@ class ObjectWriter(Writer):
             for name, place, entry in entries:
                 indices[f"{ARRAYS}/{part_of(name)}/{INDEX}"][name]["chunks"][place] = entry
         for name, value in {**documents, **indices}.items():
-            digests[name] = self._send(name, json_text(value))[1]
+            digests[name] = self._send(partial / name, json_text(value))[1]
         sums = digest_lines(digests).encode()
-        self._send(SUMS, sums)
+        self._send(partial / SUMS, sums)
         check()
         commit = {"content": partial.name, "sums": hashlib.sha256(sums).hexdigest()}
         self._may_be_there = True
@@ -140,6 +148,11 @@ class ObjectWriter(Writer):
         except StoreError:
             if content_path(path) != partial:  # otherwise only the answer was lost
                 raise
+        try:
+            check()
+        except ChangedError:  # this process was paused, and another one has the lease
+            (path / COMMIT).unlink()
+            raise
 
     def num_bytes(self) -> int:
         return self._num_bytes
@@ -173,12 +186,13 @@ def _chunks(name: str, pieces: Pieces) -> Iterator[Chunk]:
 
 def _packs(chunks: Iterable[Chunk]) -> Iterator[list[Chunk]]:
     """Group chunks to packs of at most `PACK_BYTES`."""
-    pack: list[Chunk] = []
+    pack, total = list[Chunk](), 0
     for chunk in chunks:
-        if pack and sum(size for _, _, size, _ in pack) + chunk[2] > PACK_BYTES:
+        if pack and total + chunk[2] > PACK_BYTES:
             yield pack
-            pack = []
+            pack, total = [], 0
         pack.append(chunk)
+        total += chunk[2]
     if pack:
         yield pack
 
@@ -190,14 +204,3 @@ def _bytes_of(part: Any, index: Index, cell: tuple[int, ...]) -> memoryview:
         block, inner = np.zeros(cell, block.dtype), block
         block[tuple(map(slice, inner.shape))] = inner
     return memoryview(np.ascontiguousarray(block).reshape(-1).view(np.uint8))
-
-
-def _wait_for_key(store: Any, key: str) -> str:
-    """Wait for another process's value. If that process dies, JAX ends this one."""
-    while True:
-        try:
-            return store.key_value_try_get(key)
-        except Exception as error:
-            if "NOT_FOUND" not in str(error):
-                raise
-        time.sleep(0.1)

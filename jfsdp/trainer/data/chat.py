@@ -176,7 +176,7 @@ def find_template(tokenizer: str, chat_template: str | None) -> ChatTemplate | N
 def _read_templates(directory: Path) -> dict[str, str]:
     """Return the templates of a tokenizer by name, from its files or else from its configuration."""
     files = {"default": directory / "chat_template.jinja"}
-    files |= {file.stem: file for file in sorted((directory / "additional_chat_templates").glob("*.jinja"))}
+    files |= {file.stem: file for file in (directory / "additional_chat_templates").glob("*.jinja")}
     if any(file.exists() for file in files.values()):
         return {name: _read_source(file) for name, file in files.items() if file.exists()}
     source = read_config(directory).get("chat_template")

@@ -10,6 +10,7 @@ share it, and a resumed run finds it. Token files are not copied, since a docume
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import gzip
 import hashlib
@@ -17,6 +18,7 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -43,10 +45,13 @@ def local_copy(path: AnyPath, text_field: str | None) -> Path:
         return path
     version = f"{path}\0{_version(path)}\0{text_field if path.suffix in TABLES else ''}"
     name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
-    directory = Path(tempfile.gettempdir(), f"jfsdp-data-{os.getuid()}")
-    directory /= hashlib.blake2b(version.encode(), digest_size=12).hexdigest()
+    owned = Path(tempfile.gettempdir(), f"jfsdp-data-{os.getuid()}")
+    owned.mkdir(mode=0o700, exist_ok=True)
+    if owned.is_symlink() or owned.stat().st_uid != os.getuid():
+        raise ValueError(f"{owned}: belongs to another user; set TMPDIR to a directory of yours")
+    directory = owned / hashlib.blake2b(version.encode(), digest_size=12).hexdigest()
     copy = directory / (f"{name}.jsonl" if path.suffix in TABLES else name)
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a host copies, the others wait
         if not copy.exists():
@@ -54,7 +59,18 @@ def local_copy(path: AnyPath, text_field: str | None) -> Path:
             try:
                 with path.open("rb") as source, partial.open("wb") as target:
                     _copy(path, source, target, text_field)
+                    target.flush()
+                    os.fsync(target.fileno())
+                if _version(path) not in version:
+                    raise ValueError(f"{path}: was changed while it was copied; start again")
                 os.replace(partial, copy)
+            except OSError as error:
+                partial.unlink(missing_ok=True)
+                if error.errno == errno.ENOSPC:
+                    raise ValueError(
+                        f"{path}: its copy does not fit in {owned}; set TMPDIR to a larger disk"
+                    ) from error
+                raise
             except BaseException:
                 partial.unlink(missing_ok=True)
                 raise
@@ -82,7 +98,7 @@ def _copy(path: AnyPath, source: Any, target: IO[bytes], text_field: str | None)
             source = stack.enter_context(pa.CompressedInputStream(pa.PythonFile(source), "zstd"))
         try:
             shutil.copyfileobj(source, target, _BYTES)
-        except (EOFError, gzip.BadGzipFile, ValueError) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
             raise ValueError(f"{path}: cannot be decompressed ({error}); copy it again, or leave it out") from error
         except OSError as error:
             if path.suffix == ".zst" and error.errno is None:  # pyarrow's error for damaged data

@@ -137,7 +137,7 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     return dataclasses.replace(config, **changed, **{name: getattr(given, name) for name in plain})
 
 
-def load_frozen(config: TrainConfig, job: Job, weights: Path) -> tuple[ShardedModel, TrainState, str]:
+def load_frozen(config: TrainConfig, job: Job, weights: Any) -> tuple[ShardedModel, TrainState, str]:
     """Load only the parameters, all frozen, without gradients and optimizer states.
 
     Raises:

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.launch.hosts import gather_json
 from jfsdp.launch.watch import PATIENT, Watch
+from jfsdp.objects.path import as_path
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.trainer.job import Job
@@ -58,13 +59,13 @@ def find_reference(
     begin, config, model = time.perf_counter(), parts.config, parts.model
     with watch.at("the weights of the reference", PATIENT):
         if config.reference is not None:
-            weights = Path(config.reference).expanduser()
+            weights = as_path(config.reference)
             try:
                 model, state, _ = load_frozen(without_adapters(config), parts.job, weights)
             except ValueError as error:
                 raise ValueError(f"--reference {weights}: does not fit the trained model: {error}") from error
         elif state is None:
-            model, state, _ = load_frozen(config, parts.job, Path(config.init_from or "").expanduser())
+            model, state, _ = load_frozen(config, parts.job, as_path(config.init_from))
     found = _compute(source, parts.job, model, state, share, watch)
     if jax.process_index() == 0:
         write_reference(run_dir, found)

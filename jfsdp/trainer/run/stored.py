@@ -39,17 +39,19 @@ class StoredRun:
         self.local.mkdir()
         self._sent: dict[str, Any] = {}
         self._mutex, self._closed = threading.Lock(), threading.Event()
-        for found in self.address.iterdir():
-            if not found.name.startswith(_IN_STORE):
-                self._pull(found)
+        self._lease: Any = None
+        self._pull()
 
-    def _pull(self, found: ObjectPath) -> None:
-        for name in found.walk() or [""]:
-            source = found / name if name else found
-            file = self.local / source.relative_to(self.address)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(source.read_bytes())
-            self._sent[str(file)] = _mark(file)
+    def _pull(self) -> None:
+        for found in self.address.iterdir():
+            if found.name.startswith((*_IN_STORE, "profile", "lease")):
+                continue
+            for name in found.walk() or [""]:
+                source = found / name if name else found
+                file = self.local / source.relative_to(self.address)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(source.read_bytes())
+                self._sent[str(file)] = _mark(file)
 
     def __str__(self) -> str:
         return str(self.address)
@@ -74,7 +76,8 @@ class StoredRun:
         """
         from jfsdp.objects.lease import Lease
 
-        lease = Lease(self.address / "lease", what, remedy)
+        lease = self._lease = Lease(self.address / "lease", what, remedy)
+        self._pull()  # another process may have written until now
         threading.Thread(target=self._push_often, name="jfsdp-push", daemon=True).start()
         try:
             yield
@@ -97,10 +100,16 @@ class StoredRun:
         with self._mutex:
             for directory, _, names in os.walk(self.local):
                 for file in (Path(directory, name) for name in names if not name.startswith(".")):
-                    mark = _mark(file)
-                    if self._sent.get(str(file)) != mark:
-                        (self.address / file.relative_to(self.local).as_posix()).write_bytes(file.read_bytes())
-                        self._sent[str(file)] = mark
+                    with contextlib.suppress(FileNotFoundError):  # a tracker removed it
+                        mark = _mark(file)
+                        if self._sent.get(str(file)) != mark:
+                            self._send(file, file.read_bytes())
+                            self._sent[str(file)] = mark
+
+    def _send(self, file: Path, data: bytes) -> None:
+        if self._lease is not None:
+            self._lease.check()  # a paused process overwrites nothing
+        (self.address / file.relative_to(self.local).as_posix()).write_bytes(data)
 
 
 def _mark(file: Path) -> tuple[int, int]:
