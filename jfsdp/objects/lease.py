@@ -56,15 +56,14 @@ class Lease:
     def _take(self, what: str, remedy: str) -> Tag:
         with contextlib.suppress(FileExistsError):
             return self.path.create(self._body())
-        first, start = self.path.read_versioned(), time.monotonic()
-        owner = json.loads(first[0])
+        (owner, tag), start = self._read(), time.monotonic()
         is_dead = owner["place"] == self._owner["place"] and not _is_running(owner["process"])
         while owner["is_held"] and not is_dead and time.monotonic() < start + LEASE_S:
             time.sleep(min(RENEW_S / 2, LEASE_S / 4))
-            if self.path.read_versioned()[1] != first[1]:
+            if self._read()[1] != tag:
                 raise ValueError(f"{what} process {owner['process']} on {owner['node']}; wait for it, {remedy}")
         try:
-            return self.path.replace(self._body(), first[1])
+            return self.path.replace(self._body(), tag)
         except ChangedError:
             raise ValueError(f"{what} another process, which has just begun; wait for it, {remedy}") from None
 
@@ -91,11 +90,22 @@ class Lease:
                 return
             try:
                 self._tag = self.path.replace(self._body(), self._tag)
-            except ChangedError:
-                found, tag = self.path.read_versioned()
-                if json.loads(found)["id"] != self._owner["id"]:
-                    raise
+            except ChangedError as error:
+                tag = None
+                with contextlib.suppress(FileNotFoundError):
+                    found, tag = self._read()
+                if tag is None or found["id"] != self._owner["id"]:
+                    reason = "was taken by another process, or deleted; this process writes no more there"
+                    raise ChangedError(errno.ESTALE, f"the lease {reason}", str(self.path)) from error
                 self._tag = self.path.replace(self._body(), tag)  # an earlier renewal, whose answer was lost
+
+    def _read(self) -> tuple[dict[str, Any], Tag]:
+        data, tag = self.path.read_versioned()
+        try:
+            found = json.loads(data)
+            return {name: found[name] for name in ("process", "node", "place", "id", "is_held")}, tag
+        except (ValueError, LookupError, TypeError) as error:
+            raise StoreError(errno.EINVAL, "is not a lease; delete it if no run uses it", str(self.path)) from error
 
     def release(self) -> None:
         """Release the lease, if this process still has it."""

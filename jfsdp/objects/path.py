@@ -23,6 +23,7 @@ import io
 import os
 import re
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path, PurePosixPath
 from types import SimpleNamespace
 from typing import Any
@@ -73,6 +74,9 @@ class ObjectPath(os.PathLike[str]):
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ObjectPath) and str(self) == str(other)
+
+    def __lt__(self, other: ObjectPath) -> bool:
+        return str(self) < str(other)
 
     def __hash__(self) -> int:
         return hash(str(self))
@@ -268,7 +272,13 @@ def is_address(path: Any) -> bool:
 
 
 def as_path(path: Any) -> Any:
-    """Return a path as a `Path`, with `~` expanded, or as an `ObjectPath`."""
+    """Return a path as a `Path`, with `~` expanded, or as an `ObjectPath`.
+
+    Raises:
+      ValueError: for an address with one slash, as a `pathlib.Path` makes it.
+    """
+    if re.match(f"({'|'.join(SCHEMES)}):/(?!/)", str(path)):
+        raise ValueError(f"{str(path)!r}: an address has two slashes, as in s3://BUCKET/PATH; pass it as a str")
     return ObjectPath(str(path)) if is_address(path) else Path(path).expanduser()
 
 
@@ -297,7 +307,7 @@ def match_below(pattern: str) -> tuple[ObjectPath, list[str]]:
     root, rest = ObjectPath(fixed), pattern[len(fixed) + 1 :]
     kinds = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
     parts = re.split(r"(\*\*/|\*\*|\*|\?|\[.[^]]*\])", rest)
-    texts = (part.replace("[!", "[^", 1) if part.startswith("[") else re.escape(part) for part in parts)
+    texts = (part.replace("[!", "[^", 1) if part[:1] == "[" and part[-1] == "]" else re.escape(part) for part in parts)
     regex = "".join(kinds.get(part, text) for part, text in zip(parts, texts, strict=True))
     return root, [name for name in root.walk() if re.fullmatch(regex, name)]
 
@@ -309,11 +319,18 @@ def open_store(root: str) -> Any:
     if root.startswith("memory://"):
         return obstore.MemoryStore()
     options: dict[str, Any] = {"client_options": {"allow_http": True}}  # if the user's endpoint is http://
+    backoff = {"init_backoff": timedelta(seconds=0.5), "max_backoff": timedelta(seconds=15), "base": 2}
+    options["retry_config"] = {"max_retries": 12, "backoff": backoff, "retry_timeout": timedelta(minutes=3)}
     if root.startswith("s3://"):
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+        if endpoint and not endpoint.startswith(("http://", "https://")):
+            raise ValueError(f"AWS_ENDPOINT_URL={endpoint}: must begin with http:// or https://")
         options |= {} if endpoint is None else {"endpoint": endpoint}
         if "AWS_ACCESS_KEY_ID" not in os.environ and _has_profiles():
-            options["credential_provider"] = load("obstore.auth.boto3", "store").Boto3CredentialProvider()
+            try:
+                options["credential_provider"] = load("obstore.auth.boto3", "store").Boto3CredentialProvider()
+            except Exception as error:  # boto3's own kinds
+                raise StoreError(errno.EACCES, f"the profiles of AWS cannot be used: {error}", root) from error
     return obstore.from_url(root, **options)
 
 

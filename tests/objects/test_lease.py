@@ -74,6 +74,16 @@ def test_a_paused_holder_finds_that_it_lost_the_lease(path, monkeypatch):
     assert json.loads(path.read_bytes())["id"] == "b", "the new holder's lease stays"
 
 
+def test_a_deleted_lease_is_lost_and_one_of_other_contents_is_named(path):
+    lease = take(path)
+    path.unlink()
+    with pytest.raises(ChangedError, match="deleted"):
+        lease.check()
+    path.write_bytes(b"garbage")
+    with pytest.raises(StoreError, match="not a lease"):
+        take(path)
+
+
 def test_of_many_that_begin_at_once_one_gets_the_lease(path):
     elsewhere(path)
     got, refused, begin = [], [], threading.Barrier(8)

@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,7 @@ def test_addresses_are_taken_apart_as_paths():
     assert path == ObjectPath("s3://bucket/runs/one.jsonl/") and path.relative_to(path.parent).as_posix() == "one.jsonl"
     for wrong in ("s3://", "http://host/a", "s3://bucket/a//b", "s3://bucket/../b", "gs:///a"):
         refuses(lambda wrong=wrong: as_path(wrong), repr(wrong), "s3://BUCKET/PATH")
+    refuses(lambda: as_path(Path("s3://bucket/a")), "s3:/bucket/a", "two slashes")
     refuses(lambda: os.fspath(path), "s3://bucket/runs/one.jsonl", error=TypeError)
 
 
@@ -79,6 +81,7 @@ def test_markers_of_folders_are_no_objects_and_patterns_are_those_of_glob(root):
         "b/[!0].txt": ["b/1.txt"],
         "b/[01].txt": ["b/0.txt", "b/1.txt"],
         "?.txt": ["a.txt"],
+        "[": [],
     }.items():
         under, names = match_below(f"{root}/{pattern}")
         assert [f"{under}/{name}" for name in names] == [f"{root}/{name}" for name in found], pattern
@@ -152,6 +155,18 @@ def test_no_credentials_are_told_by_the_names_of_the_variables(monkeypatch):
         store.get = fail
         with pytest.raises(StoreError, match="AWS_ACCESS_KEY_ID"):
             ObjectPath("memory://told/x").read_bytes()
+
+
+def test_settings_that_cannot_be_used_are_told_by_name(monkeypatch):
+    paths.open_store.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", "127.0.0.1:5000")
+        refuses(ObjectPath("s3://settings/x").read_bytes, "AWS_ENDPOINT_URL=127.0.0.1:5000", "http://")
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
+    monkeypatch.setenv("AWS_PROFILE", "nosuch")
+    with pytest.raises(StoreError, match="nosuch"):
+        ObjectPath("s3://settings/x").read_bytes()
+    paths.open_store.cache_clear()
 
 
 def test_profiles_are_read_by_boto3_unless_the_environment_has_a_key(tmp_path, monkeypatch):

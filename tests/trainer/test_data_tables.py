@@ -73,6 +73,28 @@ def test_records_and_named_columns(tmp_path):
     refuses(lambda: open_corpus(nested, text_field="text"), "struct<a: string>", "text_field=")
 
 
+def test_nulls_of_a_table_are_missing_fields(tmp_path):
+    calls = [
+        [{"role": "user", "content": "q", "args": {"a": 1}}],
+        [{"role": "user", "content": "q", "args": {"b": "z"}}],
+    ]
+    data = write_table(tmp_path / "calls.parquet", {"messages": calls, "tools": pa.array([None, None], pa.string())})
+    corpus = open_corpus(data)
+    assert [corpus.read(n).content for n in range(2)] == [{"messages": one} for one in calls]
+    nulls = write_table(tmp_path / "nulls.parquet", {"text": ["one", None]})
+    refuses(lambda: open_corpus(nulls), "nulls.parquet, row 1", "'text' is null")
+    few = write_table(tmp_path / "few.parquet", {"text": pa.array(["one", "two", "one"]).dictionary_encode()})
+    assert texts_of(few) == ["one", "two", "one"]
+
+
+def test_a_copy_that_was_cut_is_made_again(tmp_path, copies):
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines()))
+    assert len(texts_of(str(tmp_path / "a.jsonl.gz"))) == 40
+    (copy,) = copies.rglob("*.jsonl")
+    copy.write_bytes(copy.read_bytes()[:300])
+    assert len(texts_of(str(tmp_path / "a.jsonl.gz"))) == 40
+
+
 def test_damaged_files_are_named(tmp_path):
     whole = gzip.compress(lines())
     for name, data in {

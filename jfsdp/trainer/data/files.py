@@ -85,7 +85,7 @@ def find_files(data: str) -> FoundFiles:
 
 def _in_store(data: str) -> FoundFiles:
     """List objects, by one pattern or below one prefix."""
-    if glob.has_magic(data):
+    if glob.has_magic(data) and not ObjectPath(data).is_file():
         root, names = match_below(data)
     else:
         root = ObjectPath(data)

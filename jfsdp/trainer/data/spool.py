@@ -16,6 +16,7 @@ import gzip
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import zlib
@@ -54,7 +55,8 @@ def local_copy(path: AnyPath, text_field: str | None) -> Path:
     directory.mkdir(exist_ok=True)
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process of a host copies, the others wait
-        if not copy.exists():
+        size = directory / "size"  # written last
+        if not (size.exists() and copy.exists() and size.read_text() == str(copy.stat().st_size)):
             partial = directory / ".partial"
             try:
                 with path.open("rb") as source, partial.open("wb") as target:
@@ -64,6 +66,7 @@ def local_copy(path: AnyPath, text_field: str | None) -> Path:
                 if _version(path) not in version:
                     raise ValueError(f"{path}: was changed while it was copied; start again")
                 os.replace(partial, copy)
+                size.write_text(str(copy.stat().st_size))
             except OSError as error:
                 partial.unlink(missing_ok=True)
                 if error.errno == errno.ENOSPC:
@@ -118,10 +121,19 @@ def _rows(path: AnyPath, source: Any, text_field: str | None) -> Iterator[dict[s
             table = load("pyarrow.ipc", "data").open_stream(source)
             fields = _fields(path, table.schema, text_field)
             batches = (batch.select(fields) for batch in table)
-        for batch in batches:
-            yield from batch.to_pylist()
+        for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
+            if fields[1:] == [] and row[fields[0]] is None:
+                raise ValueError(f"{path}, row {number}: column {fields[0]!r} is null; leave such rows out")
+            yield _without_nulls(row)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise ValueError(f"{path}: cannot be read as {path.suffix[1:]} ({error}); write it again") from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove null fields, which a table has where a record lacks a field that others have."""
+    if isinstance(value, dict):
+        return {name: _without_nulls(x) for name, x in value.items() if x is not None}
+    return [_without_nulls(x) for x in value] if isinstance(value, list) else value
 
 
 def _fields(path: AnyPath, schema: Any, text_field: str | None) -> list[str]:
@@ -139,7 +151,7 @@ def _fields(path: AnyPath, schema: Any, text_field: str | None) -> list[str]:
     for name in wanted if form == "text" else ():
         if name not in names:
             raise ValueError(f"{path}: has no column {name!r}; its columns are {columns}; name one with text_field=")
-        if names[name] not in ("string", "large_string", "string_view"):
+        if not re.match("(dictionary<values=)?(large_)?string", names[name]):
             raise ValueError(
                 f"{path}: column {name!r} has type {names[name]}, not string; write the text to a column of its "
                 "own, and name it with text_field="
