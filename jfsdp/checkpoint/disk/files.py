@@ -28,7 +28,7 @@ from jfsdp.objects.path import AnyPath, ObjectPath, as_path
 FORMAT = 2
 ARRAYS, MANIFEST, LAYOUT = "arrays", "manifest.json", "layout.json"
 CONFIG, EXTRA, SUMS, COMMIT = "config.json", "extra.json", "SHA256SUMS", "COMMIT"
-INDEX = "index.json"  # of the arrays of a part, in an object store
+INDEX = "index.json"  # in an object store: the chunks of the arrays of a part
 UNFINISHED = ".jfsdp-tmp"
 
 

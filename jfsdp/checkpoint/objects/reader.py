@@ -1,4 +1,4 @@
-"""A checkpoint in an object store as a source of arrays, each chunk checked as it is read."""
+"""A checkpoint in an object store as a source of arrays, which checks each chunk that it reads."""
 
 from __future__ import annotations
 
