@@ -64,7 +64,7 @@ def _over_context(attend: Callable[..., jax.Array], *, checks_heads: bool) -> Ca
         _check_heads(query, split)
         _check_options(options, split)
         whole = functools.partial(attend, **options)
-        shapes = tuple((x.shape, x.dtype) for x in (query, key, value, *rows))
+        shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves((query, key, value, rows)))
         if checks_heads and shapes not in checked_shapes:
             check_heads(whole, (query, key, value), rows)
             checked_shapes.add(shapes)

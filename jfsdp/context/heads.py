@@ -26,7 +26,8 @@ def check_heads(attend: Callable[..., Any], arrays: Sequence[Any], rows: Sequenc
     Raises:
       ValueError: naming the operation.
     """
-    rest = [size for x in arrays for size in (*x.shape[:2], *x.shape[3:])] + [size for x in rows for size in x.shape]
+    rest = [size for x in arrays for size in (*x.shape[:2], *x.shape[3:])]
+    rest += [size for x in jax.tree.leaves(rows) for size in x.shape]
     num = next((prime for prime in _PRIMES if all(size % prime for size in rest)), None)
     if num is None:
         return
@@ -36,7 +37,9 @@ def check_heads(attend: Callable[..., Any], arrays: Sequence[Any], rows: Sequenc
         for x, times in zip(arrays, (ratio, 1, 1), strict=True)
     ]
     try:
-        jaxpr = jax.make_jaxpr(attend)(*shapes, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in rows)).jaxpr
+        jaxpr = jax.make_jaxpr(attend)(
+            *shapes, *jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), rows)
+        ).jaxpr
     except Exception:  # of any kind: it is the user's function
         return
     if any(size % num == 0 for var in jaxpr.constvars for size in getattr(var.aval, "shape", ())):

@@ -253,6 +253,17 @@ def test_attention_that_does_not_compute_heads_alike_and_apart_is_refused(attend
         refuses(lambda: run(source, program=program), operation, "heads of one device")
 
 
+def test_rows_may_be_trees():
+    def attend(query, key, value, rows):
+        return jax.nn.dot_product_attention(query * rows["scale"][:, None, None, None], key, value)
+
+    class WithRows(Net):
+        def attend(self, query, key, value):
+            return jfsdp.over_context(attend)(query, key, value, {"scale": jnp.ones(query.shape[0])})
+
+    assert np.isfinite(float(run(WithRows, program="manual")[1]["loss"]))
+
+
 def test_attention_that_xla_does_not_split_is_told():
     with warning("'context' (size 4)", "jfsdp.attention", "every device"):
         run(LocalAttention, program="xla")
