@@ -46,7 +46,7 @@ def texts_of(data, **options):
 
 
 def test_tables_compressed_files_and_plain_ones_have_the_same_documents(tmp_path):
-    import datasets
+    datasets = pytest.importorskip("datasets")  # not in the extra `test`
 
     (tmp_path / "a.jsonl").write_bytes(lines())
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines()))
@@ -110,7 +110,7 @@ def test_damaged_files_are_named(tmp_path):
 
 
 def test_a_dict_of_datasets_must_be_one_split(tmp_path):
-    import datasets
+    datasets = pytest.importorskip("datasets")  # not in the extra `test`
 
     part = datasets.Dataset.from_dict({"text": TEXTS})
     datasets.DatasetDict({"train": part, "test": part.select(range(3))}).save_to_disk(tmp_path)
