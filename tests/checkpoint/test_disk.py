@@ -15,7 +15,7 @@ from unittest import mock
 import pytest
 
 import jfsdp
-from jfsdp.checkpoint.disk import commit, lock, pieces, writer
+from jfsdp.checkpoint.disk import commit, errors, lock, pieces, writer
 from jfsdp.checkpoint.disk.errors import check_open_files
 from jfsdp.checkpoint.disk.files import DamagedError
 from jfsdp.checkpoint.disk.lock import Lock
@@ -23,7 +23,7 @@ from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.metrics import closing
 from jfsdp.trainer.run.training import Run
 from tests.checkpoint.test_damage import state_of
-from tests.refusals import refuses, refusing
+from tests.refusals import refuses, refusing, warning
 
 ROOT = Path(__file__).parents[2]
 
@@ -284,3 +284,14 @@ def test_a_lock_on_a_full_disk_is_held_without_a_name(tmp_path):
         Lock(tmp_path / "lock", "x is held by", "or go")
     held.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_mounted_object_store_is_told_by_its_file_system(tmp_path, monkeypatch):
+    mounts = tmp_path / "mounts"
+    rows = ["/dev/vda / ext4 rw 0 0", "bucket /mnt/a\\040b fuse.s3fs rw 0 0", "disk /mnt/a\\040b/local ext4 rw 0 0"]
+    mounts.write_text("\n".join(rows))
+    places = ("/mnt/a b/run", "/mnt/a b/local/run", "/mnt/a", "/home")
+    assert [errors._mounted_store(Path(place), mounts) for place in places] == ["fuse.s3fs", "", "", ""]
+    monkeypatch.setattr(errors, "_mounted_store", lambda path: "fuse.s3fs")
+    with warning("fuse.s3fs", "s3://BUCKET/PATH"):
+        errors.check_path(tmp_path)

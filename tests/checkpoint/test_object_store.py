@@ -216,24 +216,28 @@ def test_a_commit_after_a_pause_is_taken_back(quick_leases, monkeypatch):
 
 
 def test_an_upload_that_outlives_its_save_changes_no_later_one(monkeypatch):
-    """A pack fails while another one is being sent slowly."""
-    root, send = new_root(), ObjectPath.write_bytes
+    """A pack fails while the chunks of another one are being copied slowly."""
+    root, send, copy = new_root(), ObjectPath.write_bytes, writer._bytes_of
     monkeypatch.setattr(writer, "PACK_BYTES", 2000)
 
-    def fail_or_wait(self: ObjectPath, data: Any) -> Any:
-        if self.name == "0-0.bin":
-            raise StoreError(5, "told to fail", str(self))
-        if self.name.endswith(".bin"):
-            time.sleep(0.3)
-        return send(self, data)
+    def copy_slowly(part: Any, *args: Any) -> Any:
+        time.sleep(0.02)
+        return copy(part, *args)
+
+    def fail(self: ObjectPath, data: Any) -> Any:
+        raise StoreError(5, "told to fail", str(self))
 
     with jfsdp.checkpoint.Checkpointer(root) as run:
         with monkeypatch.context() as patch:
-            patch.setattr(ObjectPath, "write_bytes", fail_or_wait)
+            patch.setattr(writer, "_bytes_of", copy_slowly)
+            patch.setattr(
+                ObjectPath, "write_bytes", lambda path, data: (send if "2" in path.name else fail)(path, data)
+            )
             with pytest.raises(StoreError, match="told to fail"):
                 save_steps(run, 1)
-        assert not (root / "1").exists()
         save_steps(run, 2)
+        time.sleep(0.5)
+        assert not (root / "1").exists()
         check_equal(run.restore(state_of(0))[0], state_of(2))
 
 

@@ -68,11 +68,9 @@ def check_path(path: Path) -> None:
 def _mounted_store(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """Return the kind of file system of a path if it is an object store mounted by FUSE, else ""."""
     with contextlib.suppress(OSError):
-        rows = [line.split() for line in mounts.read_text().splitlines()]
-        above = {
-            row[1].replace("\\040", " "): row[2] for row in rows if path.is_relative_to(row[1].replace("\\040", " "))
-        }
-        kind = above[max(above, key=len)] if above else ""
+        rows = (line.split() for line in mounts.read_text().splitlines())
+        kinds = {row[1].replace("\\040", " "): row[2] for row in rows}
+        kind = kinds.get(max((place for place in kinds if path.is_relative_to(place)), key=len, default=""), "")
         return kind if any(name in kind for name in _STORE_MOUNTS) else ""
     return ""
 

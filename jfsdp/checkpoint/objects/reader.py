@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from jfsdp.checkpoint.disk import digest
-from jfsdp.checkpoint.disk.files import ARRAYS, COMMIT, INDEX, SUMS, damaged, part_of, read_json
+from jfsdp.checkpoint.disk.files import ARRAYS, COMMIT, SUMS, damaged, part_of, read_json
 from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.disk.reader import CheckpointSource
-from jfsdp.checkpoint.objects.writer import place_name
+from jfsdp.checkpoint.objects.writer import index_path, place_name
 from jfsdp.checkpoint.source import Index
 from jfsdp.objects.path import StoreError, is_address
 
@@ -32,7 +32,7 @@ class ObjectSource(CheckpointSource):
 
     def __init__(self, path: Any, *, cache_bytes: int | None = None):
         super().__init__(path, cache_bytes=cache_bytes)
-        digest.read_digests(self.files)
+        self._digests = digest.read_digests(self.files)
         sums = hashlib.sha256((self.files / SUMS).read_bytes()).hexdigest()
         if read_json(self.path, COMMIT).get("sums") != sums:
             raise damaged(self.path, f"{COMMIT} and {SUMS} do not belong together")
@@ -51,23 +51,21 @@ class ObjectSource(CheckpointSource):
         parts = sorted({part_of(name) for name in names})
 
         def find_missing() -> list[str]:
-            there, digests = self.files.walk(), digest.read_digests(self.files)
-            needed = [name for name in digests if digest.is_needed(name, parts)]
+            there = self.files.walk()
+            needed = [name for name in self._digests if digest.is_needed(name, parts)]
             missing = [f"{name} is missing" for name in needed if name not in there]
-            return digest.find_undigested(parts, digests) or missing
+            return digest.find_undigested(parts, self._digests) or missing
 
         digest.raise_damage(self.path, only_first(find_missing))
 
     def _index(self, name: str) -> dict[str, Any]:
         """Return the shape and the entries of an array's chunks."""
-        part = part_of(name)
+        file = index_path(name)
         with self._index_mutex:
-            if part not in self._indices:
-                file = f"{ARRAYS}/{part}/{INDEX}"
-                digests = digest.read_digests(self.files)
-                digest.raise_damage(self.path, digest.find_damage(self.files, [file], digests))
-                self._indices[part] = read_json(self.files, file)
-            return self._indices[part][name]
+            if file not in self._indices:
+                digest.raise_damage(self.path, digest.find_damage(self.files, [file], self._digests))
+                self._indices[file] = read_json(self.files, file)
+            return self._indices[file][name]
 
     def read(self, name: str, index: Index) -> np.ndarray:
         out = np.empty([part.stop - part.start for part in index], self.arrays[name].dtype)

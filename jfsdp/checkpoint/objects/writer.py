@@ -10,11 +10,10 @@
 Every save writes under a new random prefix, so nothing is written over, and late writes of a dead process change
 nothing. Each process hashes a chunk in memory before it is sent, and reports name, size, digest and the store's tag of
 its objects. Process 0 compares the reports with the store's listing, writes documents and digests, renews its lease,
-and then creates COMMIT if there is none. Readers see only checkpoints with a COMMIT; removal begins with it. Prefixes
-that no COMMIT names are removed by the next process that has the lease.
+and then creates COMMIT if there is none. Readers see only checkpoints with a COMMIT; removal begins with it.
 A process that is paused between the renewal and COMMIT for longer than a lease lasts finds out at its next renewal,
-right after COMMIT, and removes it again. Prefixes are removed an hour after their last object, so a COMMIT request that
-arrives late, from a dead process, still names whole objects.
+right after COMMIT, and removes it again. The next process that has the lease removes prefixes that no COMMIT names, an
+hour after their last object, so a COMMIT request that arrives late, from a dead process, still names whole objects.
 
 Arrays are not written by orbax, which has no driver for S3, nor by tensorstore, which does not return the bytes that it
 writes: a digest would need to read them again, and reads would not be checked. Packs keep the number of objects small:
@@ -121,9 +120,7 @@ class ObjectWriter(Writer):
 
     def commit(self, path: Any, documents: Mapping[str, Any], check: Callable[[], Any]) -> None:
         partial, digests = self._partial, {}
-        indices: dict[str, dict[str, Any]] = {f"{ARRAYS}/{part_of(name)}/{INDEX}": {} for name in self._cells}
-        for name, cell in self._cells.items():
-            indices[f"{ARRAYS}/{part_of(name)}/{INDEX}"][name] = {"shape": cell, "chunks": {}}
+        arrays: dict[str, Any] = {name: {"shape": cell, "chunks": {}} for name, cell in self._cells.items()}
         there = partial.walk()
         for pack, (size, digest, tag), entries in self._report:
             found = there.get(pack)
@@ -133,7 +130,10 @@ class ObjectWriter(Writer):
                 raise OSError(errno.EIO, "the store has another object than was sent", str(partial / pack))
             digests[pack] = digest
             for name, place, entry in entries:
-                indices[f"{ARRAYS}/{part_of(name)}/{INDEX}"][name]["chunks"][place] = entry
+                arrays[name]["chunks"][place] = entry
+        indices: dict[str, dict[str, Any]] = {}
+        for name, array in arrays.items():
+            indices.setdefault(index_path(name), {})[name] = array
         for name, value in {**documents, **indices}.items():
             digests[name] = self._send(partial / name, json_text(value))[1]
         sums = digest_lines(digests).encode()
@@ -163,6 +163,11 @@ class ObjectWriter(Writer):
 
     def stop(self) -> None:
         self._pool.shutdown()
+
+
+def index_path(name: str) -> str:
+    """Return the path of the index with an array, relative to the files of the checkpoint."""
+    return f"{ARRAYS}/{part_of(name)}/{INDEX}"
 
 
 def place_name(place: Iterable[int]) -> str:

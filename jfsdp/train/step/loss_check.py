@@ -92,7 +92,7 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
         return  # a mean with a guard: Loss(mean, (count > 0) * 1.0)
     size = gradients.apply.layout.num_shards([CONTEXT]) if _is_by_devices(gradients) else 1
     if size > 1 and not context_bytes(apart):
-        raise ValueError(f"{_token_rule(gradients, apart, arrays[2])}; check_loss=False skips this check")
+        raise ValueError(f"{_token_rule(size, apart, arrays[2])}; check_loss=False skips this check")
     first, moved = (_difference(gradients, jaxpr, one, *other) for one, other in zip(wholes, parts))
     problem = first or (moved and f"{moved} with all weights changed a little (with the current weights they agree)")
     if problem and _draws_elsewhere(jaxpr):
@@ -105,13 +105,12 @@ def compare_loss(gradients: Gradients, arrays: tuple[Arrays, Arrays, Any], optio
                 f"; values per row [B] count on each of the {size} devices of axis {CONTEXT!r}: mask one token per row"
             )
         elif size > 1:
-            remedy = f"{_token_rule(gradients, apart, arrays[2])}; or {remedy}"
+            remedy = f"{_token_rule(size, apart, arrays[2])}; or {remedy}"
         raise ValueError(f"{problem}; {remedy}; check_loss=False skips this comparison")
 
 
-def _token_rule(gradients: Gradients, jaxpr: Any, batch: Any) -> str:
-    """Describe what may be wrong with a loss over rows that axis `context` splits."""
-    size = gradients.apply.layout.num_shards([CONTEXT])
+def _token_rule(size: int, jaxpr: Any, batch: Any) -> str:
+    """Describe what may be wrong with a loss over rows that axis `context` splits over `size` devices."""
     num_tokens = next((x.shape[1] for x in jax.tree.leaves(batch) if x.ndim > 1), 0) // size
     start = f"mesh axis {CONTEXT!r} (size {size}) gives a device {num_tokens} tokens of each row"
     return f"{start}: {broken_rule(jaxpr, num_tokens)}"

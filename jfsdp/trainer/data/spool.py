@@ -44,13 +44,14 @@ def local_copy(path: AnyPath, text_field: str | None) -> Path:
     """
     if isinstance(path, Path) and path.suffix not in COMPRESSED + TABLES:
         return path
-    version = f"{path}\0{_version(path)}\0{text_field if path.suffix in TABLES else ''}"
+    version = _version(path)
+    identity = f"{path}\0{version}\0{text_field if path.suffix in TABLES else ''}"
     name = path.name.removesuffix(path.suffix) if path.suffix in COMPRESSED else path.name
     owned = Path(tempfile.gettempdir(), f"jfsdp-data-{os.getuid()}")
     owned.mkdir(mode=0o700, exist_ok=True)
     if owned.is_symlink() or owned.stat().st_uid != os.getuid():
         raise ValueError(f"{owned}: belongs to another user; set TMPDIR to a directory of yours")
-    directory = owned / hashlib.blake2b(version.encode(), digest_size=12).hexdigest()
+    directory = owned / hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     copy = directory / (f"{name}.jsonl" if path.suffix in TABLES else name)
     directory.mkdir(exist_ok=True)
     with (directory / "lock").open("w") as lock:
@@ -63,20 +64,16 @@ def local_copy(path: AnyPath, text_field: str | None) -> Path:
                     _copy(path, source, target, text_field)
                     target.flush()
                     os.fsync(target.fileno())
-                if _version(path) not in version:
+                if _version(path) != version:
                     raise ValueError(f"{path}: was changed while it was copied; start again")
                 os.replace(partial, copy)
                 size.write_text(str(copy.stat().st_size))
             except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                raise ValueError(f"{path}: its copy does not fit in {owned}; set TMPDIR to a larger disk") from error
+            finally:
                 partial.unlink(missing_ok=True)
-                if error.errno == errno.ENOSPC:
-                    raise ValueError(
-                        f"{path}: its copy does not fit in {owned}; set TMPDIR to a larger disk"
-                    ) from error
-                raise
-            except BaseException:
-                partial.unlink(missing_ok=True)
-                raise
     return copy
 
 
@@ -101,12 +98,10 @@ def _copy(path: AnyPath, source: Any, target: IO[bytes], text_field: str | None)
             source = stack.enter_context(pa.CompressedInputStream(pa.PythonFile(source), "zstd"))
         try:
             shutil.copyfileobj(source, target, _BYTES)
-        except (EOFError, gzip.BadGzipFile, zlib.error, ValueError) as error:
+        except (EOFError, zlib.error, ValueError, OSError) as error:
+            if getattr(error, "errno", None) is not None:  # of a disk or a store; those of gzip and pyarrow have none
+                raise
             raise ValueError(f"{path}: cannot be decompressed ({error}); copy it again, or leave it out") from error
-        except OSError as error:
-            if path.suffix == ".zst" and error.errno is None:  # pyarrow's error for damaged data
-                raise ValueError(f"{path}: cannot be decompressed ({error}); copy it again, or leave it out") from error
-            raise
 
 
 def _rows(path: AnyPath, source: Any, text_field: str | None) -> Iterator[dict[str, Any]]:
@@ -122,7 +117,7 @@ def _rows(path: AnyPath, source: Any, text_field: str | None) -> Iterator[dict[s
             fields = _fields(path, table.schema, text_field)
             batches = (batch.select(fields) for batch in table)
         for number, row in enumerate(row for batch in batches for row in batch.to_pylist()):
-            if fields[1:] == [] and row[fields[0]] is None:
+            if len(fields) == 1 and row[fields[0]] is None:
                 raise ValueError(f"{path}, row {number}: column {fields[0]!r} is null; leave such rows out")
             yield _without_nulls(row)
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:

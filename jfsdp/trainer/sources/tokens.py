@@ -30,17 +30,8 @@ class TokenSource:
     item, form, loss_unit, num_rows = "token", "tokens", "nats per token", 1
 
     def __init__(self, config: TrainConfig, job: Job, seq_len: int):
-        names = (
-            "data",
-            "tokenizer",
-            "text_field",
-            "eval_fraction",
-            "eval_data",
-            "chat_template",
-            "answers",
-            "eod_token",
-        )
-        names += ("cross_documents", "seed")
+        names = ("data", "tokenizer", "text_field", "eval_fraction", "chat_template", "answers", "eod_token")
+        names += ("eval_data", "cross_documents", "seed")
         options = {name: getattr(config, name) for name in names}
         if config.eval_data is not None and config.eval_fraction == TrainConfig.eval_fraction:
             options["eval_fraction"] = 0.0
