@@ -3,7 +3,7 @@
 A recipe sets defaults. Options on the command line override it. Exit status:
 - 0: all steps are done; or SIGINT, SIGTERM, SIGUSR1 or SIGHUP stopped training, and the last step is saved (a second
   signal kills the process)
-- 1: an error after training began
+- 1: an error after training began, or no answer of an object store
 - 2: training cannot begin: an invalid option, path, data or weights, or a missing checkpoint
 - 4: the checkpoint to start or resume from is damaged
 - 75: some processes never joined, or no progress within --timeout; 76: another process failed
@@ -38,6 +38,7 @@ from jfsdp.launch.runtime import (
     start_jax,
 )
 from jfsdp.launch.watch import DAMAGED, PATIENT, STUCK, USAGE, Watch, say, tell_and_end
+from jfsdp.objects.path import StoreError
 from jfsdp.trainer.help_groups import read_command
 from jfsdp.trainer.option_errors import check_known
 from jfsdp.trainer.options import describe_error
@@ -51,6 +52,13 @@ INTERRUPTED = 130
 
 class UsageError(ValueError):
     """Error before training begins: exit status 2."""
+
+
+def usage_error(error: ValueError | StoreError) -> Exception:
+    """Return a `UsageError` for an error before training begins, except if the store may answer later."""
+    if isinstance(error, StoreError) and error.is_passing:
+        return error
+    return UsageError(describe_error(error, TrainConfig))
 
 
 def parse(argv: Sequence[str], kept: Mapping[str, Any] | None = None) -> TrainConfig:
@@ -167,16 +175,16 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
             config = with_kept_options(config, stored, argv) if stored else config
             run = Run(build(config, stored), run_dir, stored, begin, watch)
             is_cached = enable_compilation_cache(config.cache_dir) is not None
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    except (ValueError, StoreError) as error:
+        raise usage_error(error) from error
     if not is_cached and config.cache_dir is not None:
         print("note: --cache-dir is not used: cached programs for several CPU devices lose the order of collectives")
     try:
         run.run()
-    except ValueError as error:
+    except (ValueError, StoreError) as error:
         if run.loop is not None and (run.first or run.loop.first_step_s is not None):  # training began
             raise
-        raise UsageError(str(error)) from error
+        raise usage_error(error) from error
     except OSError as error:
         if error.filename or str(run_dir) in str(error):
             raise

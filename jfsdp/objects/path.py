@@ -41,6 +41,11 @@ Tag = dict[str, str]  # which version of an object
 class StoreError(OSError):
     """An object store refused a request or did not answer; the message has the reason and a remedy."""
 
+    @property
+    def is_passing(self) -> bool:
+        """Whether the store failed, so that the same request may succeed later."""
+        return self.errno in (errno.EIO, errno.ETIMEDOUT)
+
 
 class ChangedError(StoreError):
     """An object is not the one that was to be replaced."""

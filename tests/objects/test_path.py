@@ -132,6 +132,7 @@ def test_an_error_of_the_store_is_told_with_its_reason_and_is_never_a_missing_ob
             with pytest.raises(StoreError) as caught:
                 ask()
             assert caught.value.errno == code and fact in str(caught.value)
+            assert caught.value.is_passing == (code == errno.EIO)
             assert "secret" not in str(caught.value) and "word" not in str(caught.value)
             assert caught.value.filename == str(path)
 

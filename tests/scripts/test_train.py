@@ -386,7 +386,9 @@ def test_a_resumed_run_says_of_its_weights_what_it_said_before_or_what_they_say(
 
 
 REFUSED = [
-    (["--data", "nothing"], ["no such file or directory"]),
+    (["--data", "nothing"], ["--data 'nothing'", "no such file or directory"]),
+    (["--eval-data", "nothing", "--eval-fraction", 0], ["--eval-data 'nothing'", "no such file or directory"]),
+    (["--run-dir", "memory://runs/one"], ["--run-dir memory://runs/one", "s3://BUCKET/PATH"]),
     (["--run-dir", ROOT / "README.md" / "run"], ["cannot be written"]),
     (["--recipe", "imagenet"], ["--recipe 'imagenet'", "gpt2-stdlib", "*.json"]),
     (["--remat", "names:nope"], ["remat names nope"]),
@@ -400,6 +402,14 @@ def test_what_is_refused_before_training_leaves_nothing_behind(args, facts, opti
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     check_facts(done.stderr, *facts)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("option", ["--data", "--run-dir"])
+def test_an_address_without_credentials_is_refused_before_training(option, options, tmp_path, serve):
+    given = ["--run-dir", tmp_path / "run", option, f"s3://refused/{option}"]
+    done = serve(*options, *given, AWS_PROFILE="nosuch")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+    check_facts(done.stderr, "nosuch", "s3://refused")
 
 
 def test_what_is_refused_in_the_first_step_begins_mended_in_the_same_directory(options, tmp_path, serve):

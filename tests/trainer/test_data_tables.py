@@ -109,6 +109,26 @@ def test_damaged_files_are_named(tmp_path):
         refuses(lambda name=name: open_corpus(str(tmp_path / name)), name)
 
 
+def test_errors_name_the_file_and_not_its_copy(tmp_path):
+    file = tmp_path / "a.jsonl.gz"
+    file.write_bytes(gzip.compress(lines(TEXTS[:2]) + b"[1]\n"))
+    corpus = open_corpus(str(file))
+    assert corpus.place(1) == f"{file}, line 2"
+    refuses(lambda: corpus.read(2), f"{file}, line 3", "list")
+    write_table(tmp_path / "b.parquet", {"messages": [[{"role": "user"}]]})
+    assert open_corpus(str(tmp_path / "b.parquet")).place(0) == f"{tmp_path}/b.parquet, line 1"
+    (tmp_path / "c.txt.gz").write_bytes(gzip.compress(b"text"))
+    assert open_corpus(str(tmp_path / "c.txt.gz")).place(0) == f"{tmp_path}/c.txt.gz at 0"
+    file.write_bytes(gzip.compress(b"1\n"))
+    refuses(lambda: open_corpus(str(file)), f"{file}, line 1: int")
+
+
+def test_held_out_data_that_cannot_be_opened_are_named_as_such(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(lines())
+    config = DataConfig(data=str(tmp_path / "a.jsonl"), eval_fraction=0.0, eval_data=str(tmp_path / "none"))
+    refuses(lambda: open_data(config), f"eval_data '{tmp_path}/none'", "no such file")
+
+
 def test_a_dict_of_datasets_must_be_one_split(tmp_path):
     datasets = pytest.importorskip("datasets")  # not in the extra `test`
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from jfsdp.objects.path import AnyPath, StoreError, read_at
 from jfsdp.trainer.data.files import find_files
-from jfsdp.trainer.data.records import place, read_record
+from jfsdp.trainer.data.records import line_number, read_record
 from jfsdp.trainer.data.spool import local_copy
 from jfsdp.trainer.data.token_files import TokenFormat, index_token_file, read_token_format, read_tokens
 
@@ -99,8 +99,7 @@ class Corpus:
 
     def place(self, index: int) -> str:
         """Return the position of a document for messages, with the line number in JSONL."""
-        path, offset = self._files[self._file_of[index]].path, int(self._offsets[index])
-        return place(path, offset) if _is_jsonl(path) else f"{path} at {offset}"
+        return self._files[self._file_of[index]].place(int(self._offsets[index]))
 
     def order_keys(self, seed: int) -> np.ndarray:
         """Return a pseudo-random uint64 per document [len(self)], which depends only on its identity and `seed`."""
@@ -115,29 +114,27 @@ class Corpus:
         """
         file = self._files[self._file_of[index]]
         offset, length = int(self._offsets[index]), int(self._lengths[index])
-        path = file.path
         if file.token_format:
-            return Document(read_tokens(path, file.token_format, offset, length), starts=offset == 0, ends=False)
-        if _is_jsonl(path):
-            return Document(self._read_record(path, offset, length, self.form)[1])
-        data = _read_bytes(path, offset, length)
-        return Document(_decode(data, path, offset), starts=offset == 0, ends=offset + length == file.num_bytes)
+            return Document(read_tokens(file.path, file.token_format, offset, length), starts=offset == 0, ends=False)
+        if _is_jsonl(file.path):
+            return Document(self._read_record(file, offset, length, self.form)[1])
+        text = _decode(_read_bytes(file, offset, length), file.source, offset)
+        return Document(text, starts=offset == 0, ends=offset + length == file.num_bytes)
 
     def _find_form(self) -> str:
         """Return the form of the records, from the first record of each JSONL file, so that errors appear early."""
         form = None if all(_is_jsonl(file.path) for file in self._files) else "text"
         for file in self._files:
-            path = file.path
-            if _is_jsonl(path):
-                form, _ = self._read_record(path, int(file.offsets[0]), int(file.lengths[0]), form)
+            if _is_jsonl(file.path):
+                form, _ = self._read_record(file, int(file.offsets[0]), int(file.lengths[0]), form)
         return form or "text"
 
-    def _read_record(self, path: Path, offset: int, length: int, form: str | None) -> tuple[str, Any]:
-        line = _read_bytes(path, offset, length)
+    def _read_record(self, file: _File, offset: int, length: int, form: str | None) -> tuple[str, Any]:
+        line = _read_bytes(file, offset, length)
         try:
             return read_record(line, form, self._text_field)
         except ValueError as error:
-            raise ValueError(f"{place(path, offset)}: {error}") from error
+            raise ValueError(f"{file.place(offset)}: {error}") from error
 
 
 def open_corpus(data: str, *, text_field: str | None = None, max_document_bytes: int = 65536) -> Corpus:
@@ -198,7 +195,10 @@ def open_corpus(data: str, *, text_field: str | None = None, max_document_bytes:
 
 @dataclasses.dataclass(frozen=True)
 class _File:
+    """A file of a corpus: its `source`, which messages name, and the `path` from which it is read."""
+
     name: str
+    source: AnyPath
     path: Any
     num_bytes: int
     checksum: int
@@ -206,33 +206,38 @@ class _File:
     lengths: np.ndarray
     token_format: TokenFormat | None = None
 
+    def place(self, offset: int) -> str:
+        """Return a position for messages, with the line number in JSONL, which has a line per row of a table."""
+        where = f", line {line_number(self.path, offset)}" if _is_jsonl(self.path) else f" at {offset}"
+        return f"{self.source}{where}"
+
 
 def _index(path: AnyPath, name: str, limit: int, text_field: str | None) -> _File | str:
     if path.suffix == ".bin":
         token_format = read_token_format(path)
         offsets, lengths, checksum = index_token_file(path, token_format, limit)
-        return _File(name, path, path.stat().st_size, checksum, offsets, lengths, token_format)
+        return _File(name, path, path, path.stat().st_size, checksum, offsets, lengths, token_format)
     if path.stat().st_size == 0:
         return "empty"
-    path = local_copy(path, text_field)
+    source, path = path, local_copy(path, text_field)
     num_bytes = path.stat().st_size
-    indexed = _index_lines(path) if _is_jsonl(path) else _index_text(path, limit)
+    indexed = _index_lines(path, source) if _is_jsonl(path) else _index_text(path, limit)
     if indexed is None:
         return "not UTF-8 text"
     offsets, lengths, checksum = indexed
-    return _File(name, path, num_bytes, checksum, offsets, lengths) if len(offsets) else "blank"
+    return _File(name, source, path, num_bytes, checksum, offsets, lengths) if len(offsets) else "blank"
 
 
 def _is_jsonl(path: Path) -> bool:
     return path.suffix in (".jsonl", ".ndjson")
 
 
-def _index_lines(path: Path) -> tuple[np.ndarray, np.ndarray, int]:
+def _index_lines(path: Path, source: AnyPath) -> tuple[np.ndarray, np.ndarray, int]:
     offsets, lengths, checksum, offset = array.array("q"), array.array("q"), 0, 0
     with path.open("rb") as file:
         for line in iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""):
             if len(line) > MAX_LINE_BYTES:
-                raise ValueError(f"{path}: the line at byte {offset} has over {MAX_LINE_BYTES:,} bytes; cut it")
+                raise ValueError(f"{source}: the line at byte {offset} has over {MAX_LINE_BYTES:,} bytes; cut it")
             if line.strip():
                 offsets.append(offset)
                 lengths.append(len(line))
@@ -271,17 +276,17 @@ def _find_cut(piece: bytes) -> int:
     return cut
 
 
-def _read_bytes(path: Path, offset: int, length: int) -> bytes:
-    data = read_at(path, offset, length)
+def _read_bytes(file: _File, offset: int, length: int) -> bytes:
+    data = read_at(file.path, offset, length)
     if len(data) != length:
         raise ValueError(
-            f"{path}: only {len(data)} of {length} bytes remain at offset {offset}, because the file changed since the "
-            "corpus was opened; restore it, or open the corpus again"
+            f"{file.source}: only {len(data)} of {length} bytes remain at offset {offset}, because the file changed since "
+            "the corpus was opened; restore it, or open the corpus again"
         )
     return data
 
 
-def _decode(data: bytes, path: Path, offset: int) -> str:
+def _decode(data: bytes, path: AnyPath, offset: int) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

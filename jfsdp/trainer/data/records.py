@@ -74,11 +74,11 @@ def read_record(line: bytes, form: str | None, text_field: str | None) -> tuple[
     return found, as_text(text)
 
 
-def place(path: Path, offset: int) -> str:
-    """Return "path, line N" for a byte offset of a file."""
+def line_number(path: Path, offset: int) -> int:
+    """Return the number of the line at a byte offset of a file."""
     with path.open("rb") as file:
         number = 1
         while offset > 0 and (block := file.read(min(offset, 1 << 20))):
             number += block.count(b"\n")
             offset -= len(block)
-    return f"{path}, line {number}"
+    return number

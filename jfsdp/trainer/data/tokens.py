@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -159,7 +160,7 @@ def open_data(config: DataConfig, *, vocab_size: int | None = None) -> TokenData
     sources = split_sources(config.data)
     options = {"text_field": config.text_field, "max_document_bytes": config.max_document_bytes}
     sources += [] if config.eval_data is None else [(config.eval_data, 0.0)]
-    corpora = [open_corpus(source, **options) for source, _ in sources]
+    corpora = [_open_corpus("data" if weight else "eval_data", source, options) for source, weight in sources]
     tokenizer, encoding = _open_encoding(config, corpora, vocab_size)
     found, trained, held_out, first, has_conversations = [], [], [], 0, False
     for (source, weight), corpus in zip(sources, corpora, strict=True):
@@ -208,6 +209,14 @@ def split_sources(data: str) -> list[tuple[str, float]]:
     if not all(parts):
         raise ValueError(f"data {data!r}: every source needs a weight, as in 'a.jsonl:0.7,b.jsonl:0.3'")
     return [(part[1].strip(), _weight(part[2], data)) for part in parts if part]
+
+
+def _open_corpus(name: str, source: str, options: dict[str, Any]) -> Corpus:
+    """Open a source, with the name of its option in errors."""
+    try:
+        return open_corpus(source, **options)
+    except ValueError as error:
+        raise ValueError(f"{name} {str(error).removeprefix('data ')}") from error
 
 
 def _weight(text: str, data: str) -> float:

@@ -58,7 +58,13 @@ def newest_run_dir(name: str, root: str = "runs") -> Path:
 
 
 def open_run_dir(run_dir: str) -> RunDir:
-    """Return the directory of a run, on disk or in an object store."""
+    """Return the directory of a run, on disk or in an object store.
+
+    Raises:
+      ValueError: for a store in the memory of this process.
+    """
+    if run_dir.startswith("memory:"):
+        raise ValueError(f"--run-dir {run_dir}: ends with this process; pass a directory, or s3://BUCKET/PATH")
     return StoredRun(run_dir) if is_address(run_dir) else Path(run_dir).expanduser()
 
 
