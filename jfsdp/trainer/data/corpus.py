@@ -280,8 +280,8 @@ def _read_bytes(file: _File, offset: int, length: int) -> bytes:
     data = read_at(file.path, offset, length)
     if len(data) != length:
         raise ValueError(
-            f"{file.source}: only {len(data)} of {length} bytes remain at offset {offset}, because the file changed since "
-            "the corpus was opened; restore it, or open the corpus again"
+            f"{file.source}: only {len(data)} of {length} bytes remain at offset {offset}, because the file changed "
+            "since the corpus was opened; restore it, or open the corpus again"
         )
     return data
 
