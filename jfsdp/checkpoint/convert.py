@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.checkpoint import source as sources
-from jfsdp.checkpoint.disk.errors import readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, make_manifest
 from jfsdp.checkpoint.disk.logical_arrays import Logical
 from jfsdp.checkpoint.disk.paths import absolute_path
@@ -126,10 +124,9 @@ def write_source(
       OSError: if the disk is full or not writable.
     """
     from jfsdp.checkpoint.disk.pieces import Pieces
-    from jfsdp.checkpoint.store import locked_path, place_of
+    from jfsdp.checkpoint.store import open_writer, wait_for
 
     target, counted, impls = absolute_path(target), Counted(source), key_impls or {}
-    needed, place = sources.total_bytes(source.arrays.values()), place_of(target)
 
     def read(name: str, index: sources.Index) -> np.ndarray:
         return sources.contiguous(counted.read(name, index))
@@ -140,20 +137,10 @@ def write_source(
         parts = [(index, functools.partial(read, name, index)) for index in sources.grid(array.shape, cell)]
         pieces[name] = Pieces(array.shape, np.dtype(array.dtype), cell, parts)  # parts are read when they are written
     described = {name: Logical(x.shape, x.dtype, impls.get(name)) for name, x in source.arrays.items()}
-    whole = make_manifest(described, target.name) | dict(manifest)
-
-    with locked_path(target) as lock, contextlib.closing(place.make_writer()) as writer:
-
-        def check() -> None:
-            refuse_nonfinite(target, counted.lines(), allow=allow_nonfinite)
-            lock.check()
-
-        partial = place.begin(target, needed)
-        with readable_errors(target, needed):
-            try:
-                writer.start(partial, target, pieces, {MANIFEST: whole, **documents}, before_commit=check)
-                writer.wait()
-            except BaseException:
-                writer.remove_unfinished()
-                raise
+    documents = {MANIFEST: make_manifest(described, target.name) | dict(manifest), **documents}
+    needed = sources.total_bytes(source.arrays.values())
+    with open_writer(target) as writer:
+        check = functools.partial(refuse_nonfinite, target, allow=allow_nonfinite)
+        writer.start(target, lambda: pieces, documents, needed, before_commit=lambda: check(counted.lines()))
+        wait_for(writer)
     return counted.lines()

@@ -11,12 +11,11 @@ from typing import Any
 import jax
 
 from jfsdp.arguments import PathLike, Size, checked
-from jfsdp.checkpoint.disk.errors import readable_errors
 from jfsdp.checkpoint.disk.files import DamagedError, read_manifest, step_paths
 from jfsdp.checkpoint.disk.paths import absolute_path
 from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.policy import Keep, parse_best
-from jfsdp.checkpoint.store import bytes_of, place_of, restore, start_save, wait_for
+from jfsdp.checkpoint.store import place_of, restore, start_save, wait_for
 from jfsdp.compat import warn
 from jfsdp.train.state import TrainState
 
@@ -60,7 +59,6 @@ class Checkpointer:
         self._place.prepare(self.directory)
         self._writer: Any = None
         self._lock: Any = None
-        self._needed: int | None = None
 
     def steps(self) -> list[int]:
         """List the complete steps, oldest first."""
@@ -108,11 +106,9 @@ class Checkpointer:
             warn(f"{problem}; its metrics are {', '.join(metrics or ()) or 'none'}")
         only_first(lambda: self._prepare(step))
         if self._writer is None:
-            self._writer = self._place.make_writer()
-        calls = {"on_commit": self._prune_or_warn, "before_commit": lambda: self._lock and self._lock.check()}
-        path = self.directory / str(step)
-        start_save(self._writer, path, state, extra, config, metrics, frozen=self._frozen, **calls)
-        self._needed = bytes_of(state)
+            self._writer = self._place.make_writer(self._lock)
+        given, path = {"frozen": self._frozen, "on_commit": self._prune_or_warn}, self.directory / str(step)
+        start_save(self._writer, path, state, extra, config, metrics, **given)
         return time.perf_counter() - start
 
     def _prepare(self, step: int) -> None:
@@ -126,19 +122,14 @@ class Checkpointer:
             )
         if latest is not None and step < latest:
             raise ValueError(f"checkpoint {self.directory}: step {step} is older than {latest}; move later steps away")
-        self._become_writer()
+        self.remove_unfinished()
 
     def remove_unfinished(self) -> None:
-        """Remove the unfinished save of a writer that was killed or ran out of disk space.
+        """Lock the directory, and remove the unfinished save of a writer that was killed or ran out of disk space.
 
         Raises:
           ValueError: if another run writes to the directory.
         """
-        if self._place.has_unfinished(self.directory):
-            self._become_writer()
-
-    def _become_writer(self) -> None:
-        """Lock the directory, and remove the incomplete files of a killed writer."""
         if self._lock is None:
             self._lock = self._place.lock(self.directory)
 
@@ -158,7 +149,7 @@ class Checkpointer:
             raise ValueError(f"keep_best: no step has the metric {best.metric!r}; the metrics are: {names}")
         if dry_run:
             return self._surplus()
-        self._become_writer()
+        self.remove_unfinished()
         return self._prune()
 
     def _surplus(self) -> list[int]:
@@ -241,8 +232,7 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the last save is complete; raise its errors. Every process must call this."""
         if self._writer is not None:
-            with readable_errors(self.directory, self._needed):
-                wait_for(self._writer)
+            wait_for(self._writer)
 
     def num_bytes(self) -> int:
         """Return the bytes on disk, of all processes, of the save in progress; 0 if there is none."""

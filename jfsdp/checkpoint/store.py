@@ -13,21 +13,21 @@ import jax
 
 from jfsdp.arguments import PathLike, checked
 from jfsdp.checkpoint.disk import place as on_disk
-from jfsdp.checkpoint.disk.errors import readable_errors
 from jfsdp.checkpoint.disk.files import CONFIG, EXTRA, LAYOUT, MANIFEST, make_manifest
 from jfsdp.checkpoint.disk.logical_arrays import contents, logical_arrays, rebuild
 from jfsdp.checkpoint.disk.paths import absolute_path
-from jfsdp.checkpoint.disk.processes import in_all, only_first, together
+from jfsdp.checkpoint.disk.processes import in_all, together
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.frozen import check_base, frozen_digests, without_frozen
 from jfsdp.checkpoint.layers import ConvertedLayers
 from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.source import Source, subset, total_bytes
 from jfsdp.checkpoint.to_devices import place
+from jfsdp.checkpoint.writer import Writer
 from jfsdp.layout.lora import A, Adapter
 from jfsdp.layout.report import differing_frozen, layout_to_dict, list_differences
 from jfsdp.layout.select import select_leaves
-from jfsdp.objects.path import ObjectPath, as_path
+from jfsdp.objects.path import ObjectPath
 from jfsdp.train.state import TrainState, with_work
 
 
@@ -50,22 +50,9 @@ def save(path: PathLike, state: TrainState, *, extra: Any = None, config: Any = 
       OSError: if the disk is full or not writable.
     """
     path = absolute_path(path)
-    place, locks = place_of(path), []
-    with contextlib.ExitStack() as stack:
-        only_first(lambda: locks.append(stack.enter_context(locked_path(path))))
-        writer = stack.enter_context(contextlib.closing(place.make_writer()))
-        start_save(
-            writer,
-            path,
-            state,
-            extra,
-            config,
-            None,
-            frozen=frozen,
-            before_commit=lambda: [lock.check() for lock in locks],
-        )
-        with readable_errors(path, bytes_of(state)):
-            wait_for(writer)
+    with open_writer(path) as writer:
+        start_save(writer, path, state, extra, config, None, frozen=frozen)
+        wait_for(writer)
 
 
 def place_of(path: Any) -> ModuleType:
@@ -78,25 +65,36 @@ def place_of(path: Any) -> ModuleType:
 
 
 @contextlib.contextmanager
-def locked_path(path: Any) -> Iterator[Any]:
-    """Lock a new checkpoint path, so that only one process writes to it."""
+def open_writer(path: Any) -> Iterator[Writer]:
+    """Lock a new checkpoint path in process 0, so that only this run writes to it, and open its writer.
+
+    After an error, an unfinished checkpoint is removed.
+    """
     place = place_of(path)
 
     def check() -> None:
         if not place.is_free(path):
             raise ValueError(f"checkpoint {path}: already exists; choose another path, or remove it first")
 
-    check()
-    lock = place.lock_path(path)
-    try:
+    def lock() -> Any:
         check()
-        yield lock
-    finally:
-        lock.release()
+        held = place.lock_path(path)
+        stack.callback(held.release)
+        check()
+        return held
+
+    with contextlib.ExitStack() as stack:
+        held = in_all(lambda: lock() if jax.process_index() == 0 else None)
+        writer = stack.enter_context(contextlib.closing(place.make_writer(held)))
+        try:
+            yield writer
+        except BaseException:
+            writer.remove_unfinished()
+            raise
 
 
 def start_save(
-    writer: Any,
+    writer: Writer,
     path: Any,
     state: TrainState,
     extra: Any,
@@ -105,7 +103,6 @@ def start_save(
     *,
     frozen: bool,
     on_commit: Callable[[], Any] = lambda: None,
-    before_commit: Callable[[], Any] = lambda: None,
 ) -> None:
     """Copy a state to the host and begin to write it. Every process must call this; see `Checkpointer.save`."""
     from jfsdp.checkpoint.disk.pieces import check_dtypes, copy_pieces
@@ -124,15 +121,10 @@ def start_save(
     manifest = make_manifest(arrays, path.name, step=int(state.step), metrics=given[0][1], base=base)
     documents = {MANIFEST: manifest, LAYOUT: layout_to_dict(state.layout), CONFIG: config}
     documents[EXTRA] = [extra for extra, _ in given]
-    needed, place = total_bytes(arrays.values()), place_of(path)
-    partial = as_path(only_first(lambda: str(place.begin(path, needed))))
-    in_all(lambda: place.check_process(path))
-    pieces = in_all(lambda: copy_pieces(state))  # reports a process without memory for its copy; orbax would wait long
-    with readable_errors(path, needed):
-        writer.start(partial, path, pieces, documents, on_commit, before_commit)
+    writer.start(path, lambda: copy_pieces(state), documents, total_bytes(arrays.values()), on_commit)
 
 
-def wait_for(writer: Any) -> None:
+def wait_for(writer: Writer) -> None:
     """Wait until every process has written its part; raise the writer's errors.
 
     After an error the incomplete files are removed, because the next save on a full disk needs their space.

@@ -11,8 +11,10 @@ from typing import Any
 
 import jax
 
+from jfsdp.checkpoint.disk.errors import readable_errors
 from jfsdp.checkpoint.disk.pieces import Pieces
-from jfsdp.objects.path import AnyPath
+from jfsdp.checkpoint.disk.processes import in_all, only_first
+from jfsdp.objects.path import AnyPath, as_path
 
 
 class IncompleteError(Exception):
@@ -38,34 +40,46 @@ getattr(threading, "_register_atexit", atexit.register)(_finish_all)
 
 
 class Writer:
-    """Writes checkpoints in the background, one after the other. The program does not end before they are written."""
+    """Writes checkpoints in the background, one after the other. The program does not end before they are written.
 
-    def __init__(self) -> None:
+    Args:
+      lock: on the directory that is written to, in process 0.
+    """
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
         self._thread: threading.Thread | None = None
+        self._path: Any = None
         self._partial: Any = None
         self._error: BaseException | None = None
         _WRITERS.add(self)
 
     def start(
-        self, partial: AnyPath, path: AnyPath, arrays: Mapping[str, Pieces], documents: Mapping[str, Any],
+        self, path: AnyPath, load: Callable[[], Mapping[str, Pieces]], documents: Mapping[str, Any], num_bytes: int,
         on_commit: Callable[[], Any] = lambda: None, before_commit: Callable[[], Any] = lambda: None,
     ) -> None:  # fmt: skip
         """Begin to write a checkpoint, which appears at `path` when it is complete. Every process must call this.
 
         Args:
-          partial: where to write it, as process 0 has prepared it.
+          load: returns the arrays. If it fails in a process, for example without memory, all raise.
           documents: contents of the JSON files, by file name.
+          num_bytes: bytes of the arrays, over all processes.
           before_commit: called in process 0 when all arrays are written. If it raises, nothing appears there.
           on_commit: called in process 0 when the checkpoint is complete.
         """
-        self._partial = partial
-        wait = self.begin(arrays)
+        self._path, self._needed = path, num_bytes
+        self._partial = as_path(only_first(lambda: str(self.prepare(path, num_bytes))))
+        in_all(self.check_process)
+        arrays = in_all(load)
+        with readable_errors(path, num_bytes):
+            wait = self.begin(arrays)
 
         def finish() -> None:
             try:
                 wait()
                 if jax.process_index() == 0:
-                    self.commit(path, documents, before_commit)
+                    before_commit()
+                    self.commit(path, documents)
                     on_commit()
             except BaseException as error:  # `wait` raises it in the caller's thread
                 self._error = error
@@ -73,12 +87,19 @@ class Writer:
         self._thread = threading.Thread(target=finish, name="jfsdp-checkpoint")
         self._thread.start()
 
+    def prepare(self, path: AnyPath, needed: int) -> AnyPath:
+        """Make room for an unfinished checkpoint of `needed` bytes, in process 0; return where to write it."""
+        raise NotImplementedError
+
+    def check_process(self) -> None:
+        """Check that this process can write."""
+
     def begin(self, arrays: Mapping[str, Pieces]) -> Callable[[], Any]:
         """Begin to write the arrays; return a function that waits for this process's part."""
         raise NotImplementedError
 
-    def commit(self, path: AnyPath, documents: Mapping[str, Any], check: Callable[[], Any]) -> None:
-        """Write the documents, call `check`, and make the checkpoint appear at its path, in process 0."""
+    def commit(self, path: AnyPath, documents: Mapping[str, Any]) -> None:
+        """Write the documents, and make the checkpoint appear at its path, in process 0."""
         raise NotImplementedError
 
     def wait(self) -> bool:
@@ -94,7 +115,8 @@ class Writer:
         if isinstance(error, IncompleteError):
             return False
         if error is not None:
-            raise error
+            with readable_errors(self._path, self._needed):
+                raise error
         return True
 
     def num_bytes(self) -> int:

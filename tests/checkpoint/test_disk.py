@@ -61,7 +61,7 @@ def test_a_disk_that_fills_up_while_writing_costs_that_save_alone(place, run, mo
     with monkeypatch.context() as patch:
         patch.setattr(where, name, mock.Mock(side_effect=error))
         told: Any = refuses(save, "No space left on device", "bytes", "earlier", error=OSError)
-    assert told.errno == errno.ENOSPC and told.filename == str(run.directory)
+    assert told.errno == errno.ENOSPC and told.filename == str(run.directory / "2")
     assert run.steps() == [1] and int(run.restore(state_of(3))[0].step) == 1
     save()
     assert run.steps() == [1, 2] and int(run.restore(state_of(3))[0].step) == 2

@@ -11,7 +11,7 @@ import jfsdp
 from jfsdp.checkpoint.convert import convert
 from jfsdp.checkpoint.foreign.export import write_safetensors
 from jfsdp.checkpoint.source import Recast, read_whole
-from jfsdp.checkpoint.store import locked_path
+from jfsdp.checkpoint.store import open_writer
 from tests.checkpoint.arrays import Arrays
 from tests.refusals import refuses, refusing
 from tests.sharding import fully_shard
@@ -57,7 +57,7 @@ def test_fractions_are_not_made_integers(large):
 
 
 def test_a_target_that_another_one_writes_is_left_alone(large, tmp_path):
-    with locked_path(tmp_path / "t"):
+    with open_writer(tmp_path / "t"):
         (tmp_path / "t.jfsdp-tmp").mkdir()
         refuses(lambda: convert(large, tmp_path / "t"), tmp_path / "t", "is being written by process")
         assert (tmp_path / "t.jfsdp-tmp").exists()

@@ -34,9 +34,6 @@ class Lock:
         with contextlib.suppress(OSError):  # a full disk: the lock file does not name its process
             self._file.write(f"process {os.getpid()} on {platform.node()}".encode())
 
-    def check(self) -> None:
-        """Do nothing: a lock on a file lasts as long as its process."""
-
     def release(self) -> None:
         """Release the lock and remove the file if its directory is writable. A file that remains does not lock."""
         with contextlib.suppress(OSError):

@@ -7,19 +7,19 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from jfsdp.checkpoint.disk.errors import check_open_files, check_path, check_space, readable_errors
-from jfsdp.checkpoint.disk.files import UNFINISHED, bytes_below
+from jfsdp.checkpoint.disk.errors import check_path, readable_errors
+from jfsdp.checkpoint.disk.files import UNFINISHED
 from jfsdp.checkpoint.disk.lock import Lock
 from jfsdp.checkpoint.writer import Writer
 
 _DELETED, _LOCK = "to-delete", "lock"
 
 
-def make_writer() -> Writer:
-    """Return a writer of checkpoints."""
+def make_writer(lock: Lock | None) -> Writer:
+    """Return a writer of checkpoints. In process 0 it needs a lock of their directory or path."""
     from jfsdp.checkpoint.disk.writer import DiskWriter
 
-    return DiskWriter()
+    return DiskWriter(lock)
 
 
 def prepare(directory: Path) -> None:
@@ -27,9 +27,6 @@ def prepare(directory: Path) -> None:
     check_path(directory)
     with readable_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
-
-
-check_process = check_open_files
 
 
 def is_free(path: Path) -> bool:
@@ -46,19 +43,6 @@ def lock_path(path: Path) -> Lock:
         return Lock(file, f"checkpoint {path}: is being written by", "or choose another path")
 
 
-def begin(path: Path, needed: int) -> Path:
-    """Create the directory of an unfinished checkpoint of `needed` bytes. Removes an earlier unfinished one.
-
-    The caller has locked the path.
-    """
-    partial = path.with_name(path.name + UNFINISHED)
-    check_space(path, needed - bytes_below(partial))  # the unfinished checkpoint is removed
-    with readable_errors(path, needed):
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-    return partial
-
-
 def lock(directory: Path) -> Lock:
     """Lock a directory of checkpoints for this process, and remove the incomplete files of a killed writer.
 
@@ -71,11 +55,6 @@ def lock(directory: Path) -> Lock:
         shutil.rmtree(partial, ignore_errors=True)
     shutil.rmtree(directory / _DELETED, ignore_errors=True)
     return held
-
-
-def has_unfinished(directory: Path) -> bool:
-    """Return whether a killed writer may have left incomplete files."""
-    return any(directory.glob(f"*{UNFINISHED}"))
 
 
 def remove(directory: Path, steps: Sequence[int]) -> None:

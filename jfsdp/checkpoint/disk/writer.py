@@ -22,7 +22,8 @@ import orbax.checkpoint.future as futures
 import tensorstore as ts
 
 from jfsdp.checkpoint.disk.commit import check_all_wrote, check_merged, commit, hash_local_files
-from jfsdp.checkpoint.disk.files import ARRAYS, bytes_below, part_of
+from jfsdp.checkpoint.disk.errors import check_open_files, check_space, readable_errors
+from jfsdp.checkpoint.disk.files import ARRAYS, UNFINISHED, bytes_below, part_of
 from jfsdp.checkpoint.disk.pieces import Pieces
 from jfsdp.checkpoint.source import Index, cell_of
 from jfsdp.checkpoint.writer import Writer
@@ -148,11 +149,22 @@ class _Commit:
 class DiskWriter(Writer):
     """Writes to disk through orbax."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, lock: Any) -> None:
+        super().__init__(lock)
         options = ocp.options.AsyncOptions(timeout_secs=_TIMEOUT_S, create_directories_asynchronously=False)
         self._handler = _StateHandler()
         self._orbax = ocp.AsyncCheckpointer(self._handler, async_options=options)
+
+    def prepare(self, path: Any, needed: int) -> Path:
+        partial = path.with_name(path.name + UNFINISHED)
+        check_space(path, needed - bytes_below(partial))  # an earlier unfinished checkpoint is removed
+        with readable_errors(path, needed):
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+        return partial
+
+    def check_process(self) -> None:
+        check_open_files(self._path)
 
     def begin(self, arrays: Mapping[str, Pieces]) -> Callable[[], Any]:
         self._orbax.save(self._partial / ARRAYS, _SaveState(arrays))
@@ -164,8 +176,7 @@ class DiskWriter(Writer):
 
         return wait
 
-    def commit(self, path: Any, documents: Mapping[str, Any], check: Callable[[], Any]) -> None:
-        check()
+    def commit(self, path: Any, documents: Mapping[str, Any]) -> None:
         commit(self._partial, path, documents)
 
     def num_bytes(self) -> int:

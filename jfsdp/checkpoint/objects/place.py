@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from uuid import uuid4
 
 from jfsdp.checkpoint.disk.files import COMMIT, content_path
 from jfsdp.checkpoint.writer import Writer
@@ -15,19 +14,16 @@ GARBAGE_S = 3600.0
 """Seconds after which the objects of an incomplete save are removed. A request may arrive late, but not so late."""
 
 
-def make_writer() -> Writer:
-    """Return a writer of checkpoints."""
+def make_writer(lock: Lease | None) -> Writer:
+    """Return a writer of checkpoints. In process 0 it needs a lease of their prefix or path."""
     from jfsdp.checkpoint.objects.writer import ObjectWriter
 
-    return ObjectWriter()
+    return ObjectWriter(lock)
 
 
 def prepare(directory: ObjectPath) -> None:
     """Check that the store answers."""
     directory.is_dir()
-
-
-check_process = prepare
 
 
 def is_free(path: ObjectPath) -> bool:
@@ -40,11 +36,6 @@ def lock_path(path: ObjectPath) -> Lease:
     lease = Lease(path / _LEASE, f"checkpoint {path}: is being written by", "or choose another path")
     _clean(path, lease.path)
     return lease
-
-
-def begin(path: ObjectPath, needed: int) -> ObjectPath:
-    """Return a new prefix for the objects of a checkpoint. Nothing is written over."""
-    return path / uuid4().hex
 
 
 def lock(directory: ObjectPath) -> Lease:
@@ -68,11 +59,6 @@ def _clean(path: ObjectPath, lease: ObjectPath) -> None:
             last = max(entry["last_modified"] for entry in part.walk().values())
             if (now - last).total_seconds() >= GARBAGE_S:
                 part.remove_below()
-
-
-def has_unfinished(directory: ObjectPath) -> bool:
-    """Return whether a killed writer may have left incomplete saves; it takes as long to find out as to remove them."""
-    return directory.is_dir()
 
 
 def remove(directory: ObjectPath, steps: Sequence[int]) -> None:

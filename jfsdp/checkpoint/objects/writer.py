@@ -28,6 +28,7 @@ import hashlib
 import itertools
 import json
 import math
+import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent import futures
@@ -59,10 +60,13 @@ Chunk = tuple[str, str, int, Callable[[], Any]]  # the array, the place of the c
 class ObjectWriter(Writer):
     """Writes to an object store."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, lock: Any) -> None:
+        super().__init__(lock)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="jfsdp-upload")
-        self._num_bytes = 0
+        self._num_bytes, self._may_be_there = 0, False
+
+    def prepare(self, path: Any, needed: int) -> ObjectPath:
+        return path / uuid.uuid4().hex  # nothing is written over
 
     def begin(self, arrays: Mapping[str, Pieces]) -> Callable[[], Any]:
         self._num_bytes, self._may_be_there = 0, False
@@ -118,7 +122,7 @@ class ObjectWriter(Writer):
             self._report += json.loads(report.read_bytes())
             report.unlink()
 
-    def commit(self, path: Any, documents: Mapping[str, Any], check: Callable[[], Any]) -> None:
+    def commit(self, path: Any, documents: Mapping[str, Any]) -> None:
         partial, digests = self._partial, {}
         arrays: dict[str, Any] = {name: {"shape": cell, "chunks": {}} for name, cell in self._cells.items()}
         there = partial.walk()
@@ -138,7 +142,7 @@ class ObjectWriter(Writer):
             digests[name] = self._send(partial / name, json_text(value))[1]
         sums = digest_lines(digests).encode()
         self._send(partial / SUMS, sums)
-        check()
+        self._lock.check()
         commit = {"content": partial.name, "sums": hashlib.sha256(sums).hexdigest()}
         self._may_be_there = True
         try:
@@ -149,7 +153,7 @@ class ObjectWriter(Writer):
             if content_path(path) != partial:  # otherwise only the answer was lost
                 raise
         try:
-            check()
+            self._lock.check()
         except ChangedError:  # this process was paused, and another one has the lease
             (path / COMMIT).unlink()
             raise
