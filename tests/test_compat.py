@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec
 
 import jfsdp
 from jfsdp import compat
-from jfsdp.engine.dataflow import unread
 from jfsdp.engine.options import compiler_options
+from jfsdp.jaxprs import unread
 from jfsdp.plan import Cluster, find_gpu, topology_devices
 from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.refusals import refuses

@@ -7,8 +7,7 @@ from typing import Any, NoReturn
 
 import jax
 
-from jfsdp.compat import source_line
-from jfsdp.engine.dataflow import all_eqns
+from jfsdp.jaxprs import all_eqns, describe
 
 _DIVISIBLE = 12  # heads may be split into halves or thirds
 _PRIMES = (61, 67, 71, 73, 79, 83, 89, 97)
@@ -46,7 +45,7 @@ def check_heads(attend: Callable[..., Any], arrays: Sequence[Any], rows: Sequenc
         _refuse("an array that the function makes itself")
     for eqn in all_eqns(jaxpr):
         if _uses_heads(eqn, num):
-            _refuse(" ".join(filter(None, (eqn.primitive.name, source_line(eqn)))))
+            _refuse(describe(eqn))
 
 
 def _refuse(what: str) -> NoReturn:

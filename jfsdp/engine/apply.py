@@ -11,10 +11,10 @@ import jax
 
 from jfsdp.compat import FUSED_ATTENTION, core
 from jfsdp.context.rows import BY_KEYS
-from jfsdp.engine.dataflow import all_eqns, cuts, reads, value_names
 from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating
 from jfsdp.engine.low_rank import decoded, with_adapters
 from jfsdp.engine.unit import Arrays, Traced, trace_unit
+from jfsdp.jaxprs import all_eqns, cuts, reads, value_names
 from jfsdp.layout.policy import FUSED, UNIT_INPUT, saved_names
 from jfsdp.layout.units import ROOT
 from jfsdp.modules.adapted import dropout_key

@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-from jfsdp.engine.dataflow import has_own_derivative, scan_counts
 from jfsdp.engine.driver.program import eval_eqn, run_eqns
+from jfsdp.jaxprs import has_own_derivative, scan_counts
 from jfsdp.layout.codec import Codec
 from jfsdp.layout.lora import LAYER as LAYERS
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B

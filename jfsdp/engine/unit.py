@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jfsdp.compat import FUSED_ATTENTION, core
-from jfsdp.engine.dataflow import depends_on, keep_outputs, passes_through
+from jfsdp.jaxprs import depends_on, keep_outputs, passes_through
 from jfsdp.layout.leaf import DEVICE, HOST
 from jfsdp.layout.policy import FUSED, UNIT_INPUT, Remat, SaveNames
 from jfsdp.layout.precision import is_key

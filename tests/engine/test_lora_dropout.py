@@ -16,7 +16,7 @@ import pytest
 from flax import linen, nnx
 
 import jfsdp
-from jfsdp.engine.dataflow import all_eqns, draws
+from jfsdp.jaxprs import all_eqns, draws
 from jfsdp.modules.adapted import dropout_key, dropout_keys
 from tests import reference
 from tests.models_small import Block, LinenBlock, Tower, linen_tower, make_batches, token_loss

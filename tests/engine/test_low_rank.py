@@ -15,8 +15,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jfsdp
-from jfsdp.engine.dataflow import all_eqns
 from jfsdp.engine.low_rank import with_adapters
+from jfsdp.jaxprs import all_eqns
 from jfsdp.layout.lora import MAGNITUDE, A, Adapter, B
 from tests.refusals import refuses
 

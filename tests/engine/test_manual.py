@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.engine.dataflow import all_eqns, inner_jaxprs, is_literal
+from jfsdp.jaxprs import all_eqns, inner_jaxprs, is_literal
 from tests import hlo
 from tests.models_small import Block, Tower, linear, make_batches, token_loss
 from tests.refusals import refuses, refusing, warning

@@ -7,8 +7,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import jfsdp
-from jfsdp.engine.dataflow import depends_on
 from jfsdp.engine.unit import Movement, call_traced, trace_unit
+from jfsdp.jaxprs import depends_on
 
 DIM, ROWS = 32, 4
 POLICIES = {

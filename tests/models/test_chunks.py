@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.engine.dataflow import all_eqns
+from jfsdp.jaxprs import all_eqns
 from jfsdp_models.chunks import by_chunks  # pyright: ignore[reportMissingImports]
 from jfsdp_models.llama import DecoderLayer  # pyright: ignore[reportMissingImports]
 from jfsdp_models.losses import loss_of_model  # pyright: ignore[reportMissingImports]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 
-from jfsdp.engine.dataflow import all_eqns
+from jfsdp.jaxprs import all_eqns
 from jfsdp_models import gpt2, losses  # pyright: ignore[reportMissingImports]
 from tests.refusals import refuses
 from tests.thin import thin

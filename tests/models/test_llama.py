@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jfsdp.engine.dataflow import all_eqns
+from jfsdp.jaxprs import all_eqns
 from jfsdp_models import attention, llama, llama_config, losses  # pyright: ignore[reportMissingImports]
 from tests.refusals import refuses
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 import jfsdp
 from examples import vit
-from jfsdp.engine.dataflow import all_eqns
+from jfsdp.jaxprs import all_eqns
 from jfsdp_models import gpt2, llama  # pyright: ignore[reportMissingImports]
 from jfsdp_models.over_tensor import (  # pyright: ignore[reportMissingImports] (installed as an import hook)
     by_heads,

@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.engine.dataflow import all_eqns
 from jfsdp.engine.movements import CALL, LAST, REDUCE, deferred_axes, movements
+from jfsdp.jaxprs import all_eqns
 from tests.steps import fully_shard, spec_of
 
 WIDTH = 64

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.driver.forward import LoopRecord
 from jfsdp.engine.driver.program import Call, Item, Loop
 from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import Gathers, at, join, put_at, zeros
 from jfsdp.engine.engine import SCOPE, Engine, scoped
 from jfsdp.engine.unit import Arrays, part
+from jfsdp.jaxprs import is_literal
 from jfsdp.layout.units import ROOT
 
 Cotangents = dict[Any, Any]

@@ -9,9 +9,9 @@ from typing import Any
 import jax
 
 from jfsdp.compat import core
-from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop
 from jfsdp.engine.unit import Arrays, Linear, apply_remat, linearize, part, weave
+from jfsdp.jaxprs import is_literal
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.units import ROOT
 

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.driver.derivatives import run_item
 from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop, eval_eqn, read
 from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import Gathers, at, join
 from jfsdp.engine.unit import part
+from jfsdp.jaxprs import is_literal
 from jfsdp.layout.policy import offloads
 
 Env = dict[Any, Any]

@@ -22,8 +22,8 @@ from typing import Any
 import jax
 
 from jfsdp.compat import core
-from jfsdp.engine.dataflow import all_eqns, depends_on, inner_jaxprs, is_literal, scan_counts
 from jfsdp.engine.unit import Traced, is_inexact
+from jfsdp.jaxprs import all_eqns, depends_on, inner_jaxprs, is_literal, scan_counts
 
 Shard = tuple[str, int]  # a parameter's name, and how many layer dims loops have removed
 

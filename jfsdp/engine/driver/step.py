@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.driver.derivatives import Derivatives
 from jfsdp.engine.driver.program import Block, Code, Item, Loop, mark_active, mark_live, part_weights
 from jfsdp.engine.driver.schedule import Prefetch, frontiers, steady
 from jfsdp.engine.driver.weights import Weights
 from jfsdp.engine.engine import Engine
 from jfsdp.engine.unit import Arrays
+from jfsdp.jaxprs import is_literal
 from jfsdp.layout.units import ROOT
 
 

@@ -16,8 +16,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from jfsdp import jaxprs
 from jfsdp.compat import ClosedJaxpr, core, dce_jaxpr  # pyright: ignore[reportPrivateImportUsage]
-from jfsdp.engine import dataflow
 from jfsdp.engine.driver.program import Block, Call, Loop, NamedCall, inlined, named, read_loop, read_program
 from jfsdp.engine.unit import Traced
 from jfsdp.layout.mesh import PIPE
@@ -62,7 +62,7 @@ class Parts:
         """Other inputs of the layers: the loop's constants, and its xs that are not weights."""
         consts, _, xs = self.loop.split(self.loop.inputs)
         own = {self.closed.jaxpr.invars[place] for place in self.shards}
-        return list(dict.fromkeys(atom for atom in (*consts, *xs) if not dataflow.is_literal(atom) and atom not in own))
+        return list(dict.fromkeys(atom for atom in (*consts, *xs) if not jaxprs.is_literal(atom) and atom not in own))
 
     def enter(self) -> Block:
         """Return the program from the inputs of the trace to the initial carry."""
@@ -81,7 +81,7 @@ class Parts:
         eqns = [eqn for place, eqn in enumerate(jaxpr.eqns) if place != self.at]
         jaxpr = _only_needed(jaxpr.replace(invars=invars, eqns=eqns, outvars=jaxpr.outvars[:num_out]))
         ys = set(given[self.loop.num_carry :])
-        if any(atom in ys for eqn in jaxpr.eqns for atom in eqn.invars if not dataflow.is_literal(atom)):
+        if any(atom in ys for eqn in jaxpr.eqns for atom in eqn.invars if not jaxprs.is_literal(atom)):
             raise ValueError(
                 "the loss reads outputs of single layers (hidden states of inner layers, a loss per layer), which "
                 f"stages of a pipeline (mesh axis {PIPE!r}) do not send on; sum them in the carry of the layers, or "
@@ -100,7 +100,7 @@ class Parts:
         consts, _, xs = self.loop.split(self.loop.inputs)
         given, counts = [*consts, *self.begins, *xs], (self.loop.num_consts, self.loop.num_carry)
         loop = Loop(given, self.loop.outputs, length, *counts, self.loop.body)
-        inputs = list(dict.fromkeys(atom for atom in loop.inputs if not dataflow.is_literal(atom)))
+        inputs = list(dict.fromkeys(atom for atom in loop.inputs if not jaxprs.is_literal(atom)))
         return Block(inputs, [loop], loop.outputs[: loop.num_carry], {})
 
     def _read(self, jaxpr: Any) -> Block:
@@ -135,7 +135,7 @@ def part(traced: Traced, calls: Mapping[str, NamedCall], staged: Collection[str]
     # Flax traces the body of a Linen scan once more, only to check it: a call without outputs.
     rest = [eqn for place, eqn in enumerate(closed.jaxpr.eqns) if place != at and eqn.outvars]
     outside, units = closed.jaxpr.replace(eqns=rest), {call.unit for call in loop.calls}
-    for eqn in dataflow.all_eqns(outside):
+    for eqn in jaxprs.all_eqns(outside):
         call = calls.get(str(eqn.params.get("name", "")))
         if call is not None and call.unit in staged:
             scan, instead = (
@@ -193,14 +193,14 @@ def _around(jaxpr: Any, calls: Mapping[str, NamedCall], staged: Collection[str])
         call = calls.get(str(eqn.params.get("name", "")))
         if call is not None and call.unit in staged:
             return call.unit, []
-        for found in (_around(inner, calls, staged) for inner in dataflow.inner_jaxprs(eqn)):
+        for found in (_around(inner, calls, staged) for inner in jaxprs.inner_jaxprs(eqn)):
             if found is not None:
                 return found[0], [eqn][: eqn.primitive.name not in ("jit", "pjit")] + found[1]
     return None
 
 
 def _check_callbacks(jaxpr: Any) -> None:
-    if found := next(filter(dataflow.calls_back, dataflow.all_eqns(jaxpr)), None):
+    if found := next(filter(jaxprs.calls_back, jaxprs.all_eqns(jaxpr)), None):
         raise ValueError(
             f"the model calls Python (jax.debug.print, {found.primitive.name}), which stages of a pipeline (mesh axis "
             f"{PIPE!r}) would also do in ticks without work, with meaningless values; return these values as metrics "
@@ -220,8 +220,8 @@ def _check_body(loop: Loop, staged: Collection[str]) -> None:
 def _check_layer_inputs(parts: Parts, names: Sequence[str]) -> None:
     jaxpr = parts.closed.jaxpr.replace(outvars=parts.layer_inputs)
     weights = [place in parts.shards or place >= parts.num_flat for place in range(len(jaxpr.invars))]
-    by_layer, origins = parts.loop.split(parts.loop.inputs)[2], dataflow.passes_through(jaxpr)
-    for atom, depends, at in zip(parts.layer_inputs, dataflow.depends_on(jaxpr, weights), origins, strict=True):
+    by_layer, origins = parts.loop.split(parts.loop.inputs)[2], jaxprs.passes_through(jaxpr)
+    for atom, depends, at in zip(parts.layer_inputs, jaxprs.depends_on(jaxpr, weights), origins, strict=True):
         if depends and at is not None and any(atom is x for x in by_layer):
             raise ValueError(
                 f"{names[at]}: this weight of the layers is not in a unit that they call, and stages of a pipeline "
@@ -271,4 +271,4 @@ def _inline(jaxpr: Any, calls: Mapping[str, NamedCall]) -> Any:
 
 
 def _only_needed(jaxpr: Any) -> Any:
-    return dataflow.keep_outputs(jaxpr, [True] * len(jaxpr.outvars))
+    return jaxprs.keep_outputs(jaxpr, [True] * len(jaxpr.outvars))

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.driver.backward import Backward
 from jfsdp.engine.driver.forward import Forward, typed
 from jfsdp.engine.driver.program import Loop, read
@@ -28,6 +27,7 @@ from jfsdp.engine.engine import Engine
 from jfsdp.engine.pipeline.schedule import StageCalls, turns_stay
 from jfsdp.engine.pipeline.trace import Trace, inexact, rows_of
 from jfsdp.engine.unit import Arrays
+from jfsdp.jaxprs import is_literal
 from jfsdp.layout.mesh import PIPE
 from jfsdp.layout.precision import is_key
 

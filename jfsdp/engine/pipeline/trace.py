@@ -8,10 +8,10 @@ from typing import Any
 import jax
 
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.dataflow import passes_through
 from jfsdp.engine.driver.weights import at
 from jfsdp.engine.pipeline.parts import Parts, part
 from jfsdp.engine.unit import Arrays, is_inexact
+from jfsdp.jaxprs import passes_through
 from jfsdp.layout.units import ROOT
 
 

@@ -1,6 +1,6 @@
 """Dataflow of a compiled module: the step's arguments that each value depends on, through loops.
 
-`engine/dataflow.py` computes the same for a trace.
+`jfsdp/jaxprs.py` computes the same for a trace.
 """
 
 from __future__ import annotations

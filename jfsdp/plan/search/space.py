@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from jfsdp import jaxprs
 from jfsdp.compat import pipelining
-from jfsdp.engine import dataflow
 from jfsdp.engine.options import unit_bytes
 from jfsdp.layout.mesh import CONTEXT, PIPE
 from jfsdp.plan.cluster.hardware import Cluster
@@ -231,4 +231,4 @@ def value_names(options: StepOptions, cluster: Cluster) -> tuple[str, ...]:
     planned = shard_planned(plain, num_devices=cluster.num_devices)
     trace = jax.make_jaxpr(planned.model.forward(planned.job.loss))
     closed = trace(planned.step.abstract_state(), planned.batch)
-    return tuple(sorted(dataflow.value_names(closed.jaxpr)))
+    return tuple(sorted(jaxprs.value_names(closed.jaxpr)))

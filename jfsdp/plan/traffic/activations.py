@@ -35,8 +35,8 @@ from typing import Any
 
 from jfsdp.compat import dce_jaxpr, manual_axes
 from jfsdp.context import rows as context
-from jfsdp.engine.dataflow import inner_jaxprs, is_literal, scan_counts
 from jfsdp.engine.engine import SCOPE
+from jfsdp.jaxprs import inner_jaxprs, is_literal, scan_counts
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import CONTEXT, MODEL_AXES, OUTER_FIRST, SUB_AXES
 from jfsdp.plan.hlo.collectives import PERMUTE, wire_bytes

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jfsdp.engine.dataflow import is_literal
+from jfsdp.jaxprs import is_literal
 from jfsdp.plan.hlo.parse import Shape, hlo_dtype
 from jfsdp.plan.traffic.dims import SUMMED, adds, follow, is_known, is_linear, keeps_sums
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import jax
 
+from jfsdp import jaxprs
 from jfsdp.compat import core, dce_jaxpr
 from jfsdp.context.rows import BY_KEYS
-from jfsdp.engine import dataflow
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.engine import SCOPE, UNIT_CALL
 from jfsdp.engine.unit import Arrays, Traced
@@ -78,13 +78,13 @@ def survey(
     jaxpr, states = trace.jaxpr, sorted(model_state)
     keys = {name for name, value in model_state.items() if is_key(value)}
     of_rows: list[Any] = []
-    by_rows = dataflow.depends_on(jaxpr, trace.is_row, of_rows.append)
+    by_rows = jaxprs.depends_on(jaxpr, trace.is_row, of_rows.append)
     of_keys: list[Any] = []
-    by_keys = dataflow.depends_on(jaxpr, [name in keys for name in trace.states], of_keys.append)
+    by_keys = jaxprs.depends_on(jaxpr, [name in keys for name in trace.states], of_keys.append)
     num_contexts = layout.num_shards([CONTEXT])
     own = of_keys if num_contexts > 1 else [*of_keys, *of_rows]  # keys may also come from rows
-    known_draws = {id(eqn) for eqn in own if dataflow.draws(eqn)}
-    stated = dataflow.stated_axes(jaxpr, but=f"{SCOPE}.")
+    known_draws = {id(eqn) for eqn in own if jaxprs.draws(eqn)}
+    stated = jaxprs.stated_axes(jaxpr, but=f"{SCOPE}.")
     after = slice(len(by_rows) - len(states), None)
     num_shards = layout.num_shards(layout.data_axes)
     is_local = [mark and num_shards > 1 for mark in by_rows[after]]  # one data shard has all rows
@@ -93,7 +93,7 @@ def survey(
         or _unread_problem(jaxpr)
         or _condition_problem(jaxpr)
         or _weight_problem(layout, trace.traced, gathered)
-        or _state_problem(states, trace.states, keys, is_local, by_keys[after], dataflow.passes_through(jaxpr)[after])
+        or _state_problem(states, trace.states, keys, is_local, by_keys[after], jaxprs.passes_through(jaxpr)[after])
     )
     no_sum = None if trace.is_sum else "the loss is a scalar, which may not be a sum over rows divided by a count"
     if trace.is_sum and not by_rows[1]:
@@ -111,9 +111,9 @@ def survey(
                         "that the loss receives, or return their mean: return mean, aux"
                     )
     root = {path for path in layout.unit(ROOT).leaves if layout.by_path[path].trainable}
-    derived = dataflow.num_readers(jaxpr, dataflow.has_own_derivative, but=UNIT_CALL)
+    derived = jaxprs.num_readers(jaxpr, jaxprs.has_own_derivative, but=UNIT_CALL)
     own_derivatives = dict(zip(trace.traced.names, derived, strict=True))
-    readers = dict(zip(trace.traced.names, dataflow.num_readers(jaxpr), strict=True))
+    readers = dict(zip(trace.traced.names, jaxprs.num_readers(jaxpr), strict=True))
     num_sums = {path: 1 for path, num in own_derivatives.items() if num and path in root}
     num_sums |= {path: num for path, num in readers.items() if num > 1 and path in root}
     stated_model_axes = tuple(axis for axis in MODEL_AXES if any(axis in axes for axes in stated))
@@ -122,13 +122,13 @@ def survey(
         no_sum,
         any(by_rows[after]),
         by_keys[0],
-        any(dataflow.draws(eqn) and id(eqn) not in known_draws for eqn in dataflow.all_eqns(jaxpr)),
+        any(jaxprs.draws(eqn) and id(eqn) not in known_draws for eqn in jaxprs.all_eqns(jaxpr)),
         problem,
         num_sums,
         stated_model_axes,
         _repeats(layout, trace.traced),
         any(map(_gathers_dim_0, of_rows)),
-        any(BY_KEYS in str(eqn.source_info.name_stack) for eqn in dataflow.all_eqns(jaxpr)),
+        any(BY_KEYS in str(eqn.source_info.name_stack) for eqn in jaxprs.all_eqns(jaxpr)),
         context_bytes(jaxpr),
     )
 
@@ -142,7 +142,7 @@ def _repeats(layout: Layout, traced: Any) -> bool:
     def is_call(eqn: Any) -> bool:
         return is_loop(eqn) or str(eqn.params.get("name", "")).startswith(UNIT_CALL)
 
-    calls, loops = (dataflow.num_readers(traced.jaxpr, reads) for reads in (is_call, is_loop))
+    calls, loops = (jaxprs.num_readers(traced.jaxpr, reads) for reads in (is_call, is_loop))
     for path, num, inside in zip(traced.names, calls, loops, strict=True):
         leaf = layout.by_path.get(path)
         if leaf and leaf.trainable and leaf.unit != ROOT and (num > 1 or (inside and not leaf.stacked)):
@@ -182,7 +182,7 @@ class _Trace:
         """Return the weight of the loss if it depends on no array, else None."""
         wanted = [i == 1 for i in range(len(self.jaxpr.outvars))]
         # Also inside calls and loops, which may compute other values besides the weight.
-        jaxpr, is_read = dce_jaxpr(dataflow.keep_outputs(self.jaxpr, wanted), [True])
+        jaxpr, is_read = dce_jaxpr(jaxprs.keep_outputs(self.jaxpr, wanted), [True])
         consts = self._flat[: self._num_consts]
         if any(is_read[self._num_consts :]) or any(isinstance(x, core.Tracer) for x in consts):
             return None
@@ -200,7 +200,7 @@ def check_weight(layout: Layout, traced: Traced) -> None:
     """
 
     def reaches(trained: Sequence[bool]) -> bool:
-        return dataflow.depends_on(traced.jaxpr, trained, carries=dataflow.carries_tangents)[_WEIGHT]
+        return jaxprs.depends_on(traced.jaxpr, trained, carries=jaxprs.carries_tangents)[_WEIGHT]
 
     leaves = [layout.by_path.get(name) for name in traced.names]
     trained = [leaf is not None and leaf.trainable for leaf in leaves]
@@ -229,14 +229,14 @@ def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> st
 
 
 def _unread_problem(jaxpr: Any) -> str | None:
-    names = dataflow.unread(jaxpr)
+    names = jaxprs.unread(jaxpr)
     if names:
         return f"the model calls {names[0]}, a JAX operation whose body jfsdp cannot analyze"
     return None
 
 
 def _condition_problem(jaxpr: Any) -> str | None:
-    if dataflow.is_in_condition(jaxpr, f"{SCOPE}.gather"):
+    if jaxprs.is_in_condition(jaxpr, f"{SCOPE}.gather"):
         return "a unit is called under a condition (cond, while), which may differ between devices"
     return None
 
@@ -246,7 +246,7 @@ def _weight_problem(layout: Layout, traced: Traced, gathered: Collection[str]) -
     names = [*traced.names[: traced.num_flat], *[""] * (len(traced.names) - traced.num_flat)]
     leaves = [layout.by_path[name] if name else None for name in names]
     marked = [leaf is not None and leaf.unit not in gathered and bool(leaf.stage(leaf.source).axes) for leaf in leaves]
-    for index, eqn in dataflow.reads(traced.jaxpr, marked):
+    for index, eqn in jaxprs.reads(traced.jaxpr, marked):
         if f"{SCOPE}." not in str(eqn.source_info.name_stack):
             return (
                 f"{names[index]} is read outside the calls of its unit {leaves[index].unit!r}, where a device has only "  # type: ignore[union-attr]

@@ -36,10 +36,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.compat import define_prng_impl, warn
 from jfsdp.engine.apply import ShardedApply
-from jfsdp.engine.dataflow import all_eqns, draws
 from jfsdp.engine.engine import to_device
 from jfsdp.engine.spec import MANUAL, XLA
 from jfsdp.engine.unit import Arrays
+from jfsdp.jaxprs import all_eqns, draws
 from jfsdp.layout.mesh import CONTEXT
 from jfsdp.layout.precision import is_key
 from jfsdp.train.step.gradients import Gradients

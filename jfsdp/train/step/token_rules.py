@@ -6,9 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jfsdp.compat import source_line
 from jfsdp.context.rows import SCOPE
-from jfsdp.engine.dataflow import all_eqns, inner_jaxprs
+from jfsdp.jaxprs import all_eqns, describe, inner_jaxprs
 
 # Operations that combine elements along a dim, or cut it.
 _MIX = ("conv_general_dilated", "cumsum", "cummax", "cumprod", "cumlogsumexp", "reduce_window", "sort", "fft", "rev")
@@ -34,14 +33,14 @@ def broken_rule(jaxpr: Any, num_tokens: int) -> str:
     for eqn in own:
         if eqn.primitive.name == "iota" and eqn.params["shape"][eqn.params["dimension"]] == num_tokens:
             return (
-                f"{_where(eqn)} may number the tokens of one device; take positions from jfsdp.positions, and if it "
+                f"{describe(eqn)} may number the tokens of one device; take positions from jfsdp.positions, and if it "
                 "belongs to a mask of attention, call jfsdp.attention or jfsdp.over_context"
             )
     for combines in (_combines, _cuts):
         for eqn in own:
             if combines(eqn, num_tokens):
                 return (
-                    f"{_where(eqn)} may combine the tokens of one device only; compute it in the batch, or on "
+                    f"{describe(eqn)} may combine the tokens of one device only; compute it in the batch, or on "
                     "jfsdp.whole_rows(x), and continue with [:, jfsdp.positions(x)[0]] of the result"
                 )
     return (
@@ -60,10 +59,6 @@ def context_bytes(jaxpr: Any) -> int:
         times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         total += times * sum(map(context_bytes, inner_jaxprs(eqn)))
     return total
-
-
-def _where(eqn: Any) -> str:
-    return " ".join(filter(None, (eqn.primitive.name, source_line(eqn))))
 
 
 def _combines(eqn: Any, num_tokens: int) -> bool:

@@ -27,10 +27,10 @@ import optax
 
 from jfsdp.arguments import checked
 from jfsdp.compat import warn
-from jfsdp.engine.dataflow import all_eqns, inner_jaxprs, is_literal, scan_counts
 from jfsdp.engine.driver.program import eval_eqn, inline_jits, is_jit, only, read
 from jfsdp.engine.engine import SCOPE, Engine
 from jfsdp.engine.movements import ALL_TO_ALL, GATHER, MATRICES, Move, wire_bytes
+from jfsdp.jaxprs import all_eqns, inner_jaxprs, is_literal, scan_counts
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.select import Selectors, select_leaves

@@ -20,9 +20,9 @@ from typing import Any
 
 import jax
 
-from jfsdp.engine.dataflow import is_literal
 from jfsdp.engine.driver.program import eval_eqn, inline_jits, is_jit, read
 from jfsdp.engine.engine import is_on_host, to_device
+from jfsdp.jaxprs import is_literal
 from jfsdp.train.state import TrainState
 
 WINDOW = 2

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jfsdp.compat import Literal, manual_axes
+from jfsdp.compat import Literal, manual_axes, source_line
 
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
 _CUTS = ("slice", "dynamic_slice", "squeeze")
@@ -258,6 +258,11 @@ def calls_back(eqn: Any) -> bool:
 def value_names(jaxpr: Any) -> set[str]:
     """Return the names that `checkpoint_name` gave to values, also in calls, loops and branches."""
     return {eqn.params["name"] for eqn in all_eqns(jaxpr) if eqn.primitive.name == "name"}
+
+
+def describe(eqn: Any) -> str:
+    """Return the name of an operation, and the user's line that made it."""
+    return " ".join(filter(None, (eqn.primitive.name, source_line(eqn))))
 
 
 def all_eqns(jaxpr: Any) -> Iterator[Any]:
