@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated
 
 import tyro
 
-from jfsdp.cli.console import BROKEN, make_console
+from jfsdp.cli.console import BROKEN, Reporting, make_console
 from jfsdp.layout.mesh import SHARED_AXES
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Real, StepOptions, as_options, optional
 
 
 @dataclasses.dataclass(frozen=True)
-class AuditProgram(StepOptions):
+class AuditProgram(Reporting, StepOptions):
     """Compare a saved program with its job: bytes and dtypes sent, replication, overlap.
 
     FILE is scheduled HLO as text, from `jfsdp plan --dump-hlo FILE`, XLA's dump, or
@@ -35,8 +34,6 @@ class AuditProgram(StepOptions):
     min_overlap: Annotated[float | None, optional(float, "SHARE")] = option(None, "audit", least=0)
     """Least fraction of the bytes in loops that must overlap with a matmul. A program without such bytes fails too.
     none: not checked."""
-    json: bool = option(False, "audit")
-    """Print JSON."""
 
     def run(self) -> int:
         from jfsdp.plan.jobs import shard_planned
@@ -57,9 +54,7 @@ class AuditProgram(StepOptions):
             spec=spec,
             trace=planned.step.read_trace(planned.step.abstract_state(), planned.batch) if has_axes else None,
         )
+        text = f"with these options the program is {spec.program}: {reason}\n{report}"
         program = {"program": spec.program, "reason": reason}
-        if self.json:
-            print(json.dumps(program | report.to_dict(), indent=2))
-        else:
-            make_console().print(f"with these options the program is {spec.program}: {reason}\n{report}")
+        self.report(program | report.to_dict(), lambda: make_console().print(text))
         return 0 if report.is_ok else BROKEN

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import json
 import math
 import re
 from pathlib import Path
@@ -23,54 +22,58 @@ from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.source import PIECE_BYTES, Watched, subset, total_bytes
 from jfsdp.checkpoint.verify import MEMORY_BYTES, verify
-from jfsdp.cli.console import BROKEN, make_console, make_table, print_facts, print_verdict, print_wrapped, progress_of
-from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, Unmerge
+from jfsdp.cli.console import (
+    BROKEN,
+    Reporting,
+    make_console,
+    make_table,
+    print_facts,
+    print_verdict,
+    print_wrapped,
+    progress_of,
+)
+from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, PathArgument, Unmerge
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.report import show_bytes
 from jfsdp.layout.select import select_leaves
 from jfsdp.objects.path import as_path
-from jfsdp.trainer.help_groups import Options, option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Number, optional
 from jfsdp.trainer.run.directory import read_config
 
-_Path = Annotated[str, tyro.conf.arg(metavar="PATH", help="A checkpoint, or the directory of a run.")]
 _OfRun = Annotated[str, tyro.conf.arg(metavar="PATH", help="The directory of a run.")]
 
 
 @dataclasses.dataclass(frozen=True)
-class Inspect:
+class Inspect(Reporting):
     """Print the contents of checkpoints: arrays with shapes and dtypes, bytes, step, layout, configuration.
 
     PATH is a checkpoint, or the directory of a run, whose steps are listed. Exit status: 0; 4 for damaged metadata
     (`verify` reads the arrays too), 2 no checkpoint.
     """
 
-    path: tyro.conf.Positional[_Path]
-    json: bool = False
-    """Print JSON."""
+    path: tyro.conf.Positional[PathArgument]
 
     def run(self) -> int:
         paths = find_checkpoints(self.path)
         if len(paths) > 1:
             rows = [_row(path) for path in paths]
-            print(json.dumps(_as_json(rows), indent=1)) if self.json else _print_steps(rows)
+            self.report(rows, lambda: _print_steps(rows))
             return BROKEN if any(row["problem"] for row in rows) else 0
         found = _describe(paths[0])
-        print(json.dumps(_as_json(found), indent=1)) if self.json else _print_checkpoint(found)
+        self.report(found, lambda: _print_checkpoint(found))
         return 0
 
 
 @dataclasses.dataclass(frozen=True)
-class Verify:
+class Verify(Reporting):
     """Check the integrity of checkpoints: digests, completeness, every chunk, finite numbers.
 
     PATH is a checkpoint, or the directory of a run, of which all steps are checked. Exit status: 0 no problems, 4
     problems, 2 no checkpoint.
     """
 
-    path: tyro.conf.Positional[_Path]
-    json: bool = False
-    """Print JSON."""
+    path: tyro.conf.Positional[PathArgument]
 
     def run(self) -> int:
         paths = find_checkpoints(self.path)
@@ -78,15 +81,13 @@ class Verify:
         with progress_of(self.json, "verifying", MEMORY_BYTES, 2 * sum(map(bytes_below, paths))) as progress:
             for path in paths:
                 results[str(path)] = verify(path, progress=progress)
-        if self.json:
-            print(json.dumps({path: dataclasses.asdict(found) for path, found in results.items()}, indent=1))
-        else:
-            _print_verified(results)
+        found = {path: dataclasses.asdict(verified) for path, verified in results.items()}
+        self.report(found, lambda: _print_verified(results))
         return 0 if all(found.is_ok for found in results.values()) else BROKEN
 
 
 @dataclasses.dataclass(frozen=True)
-class Diff:
+class Diff(Reporting):
     """Compare two checkpoints: names, shapes, dtypes, and the largest differences. Stacked and listed layers match.
 
     A and B may also be directories of safetensors, or PEFT adapters. Digests are not checked: use `jfsdp checkpoint
@@ -101,8 +102,6 @@ class Diff:
     second: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="B", help="The other one.")]]
     only: Globs = ()
     """Compare only arrays whose name matches one of these globs, or a prefix such as params."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self) -> int:
         sources: list[Any] = [_open(path) for path in (self.first, self.second)]
@@ -111,15 +110,12 @@ class Diff:
         total = sum(total_bytes(source.arrays.values()) for source in sources)
         with progress_of(self.json, "comparing", 2 * STREAM_BYTES + 24 * PIECE_BYTES, total) as progress:
             found = diff(*(Watched(source, progress) for source in sources))
-        if self.json:
-            print(json.dumps(_as_json(dataclasses.asdict(found)), indent=1))
-        else:
-            _print_differences(found)
+        self.report(dataclasses.asdict(found), lambda: _print_differences(found))
         return 0 if found.is_empty else BROKEN
 
 
 @dataclasses.dataclass(frozen=True)
-class Prune(Options):
+class Prune(Reporting):
     """Delete checkpoints of a run, except the newest and those that the other options keep.
 
     Missing options have the run's values. A run that is being written is not changed. Exit status: 0; 2 if PATH is not
@@ -135,8 +131,6 @@ class Prune(Options):
     """Keep the best by a saved metric, such as eval_loss or eval_correct:max:2. none: the run's value. off: do not."""
     dry_run: bool = False
     """Print the steps to delete without deleting them."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self) -> int:
         from jfsdp.checkpoint.manager import Checkpointer
@@ -155,11 +149,9 @@ class Prune(Options):
         deleted = run.prune(dry_run=self.dry_run)
         run.close()
         freed, kept = sum(sizes[step] for step in deleted), [step for step in sizes if step not in deleted]
-        if self.json:
-            print(json.dumps({"deleted": deleted, "bytes": freed, "kept": kept, "is_dry_run": self.dry_run}))
-        else:
-            verb = "would delete" if self.dry_run else "deleted"
-            print(f"{verb} steps {_list(deleted)} ({freed:,} bytes); kept {_list(kept)}")
+        text = f"{'would delete' if self.dry_run else 'deleted'} steps {_list(deleted)} ({freed:,} bytes)"
+        found = {"deleted": deleted, "bytes": freed, "kept": kept, "is_dry_run": self.dry_run}
+        self.report(found, lambda: print(f"{text}; kept {_list(kept)}"))
         return 0
 
 
@@ -170,15 +162,6 @@ CHECKPOINT_COMMANDS = {kind.__name__.lower(): kind for kind in _COMMANDS}
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
     """Inspect, verify, compare, convert, export, import and prune checkpoints."""
-
-
-def _as_json(value: Any) -> Any:
-    """Replace non-finite numbers, which JSON does not have, by text."""
-    if isinstance(value, dict):
-        return {key: _as_json(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_as_json(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _list(steps: list[int]) -> str:

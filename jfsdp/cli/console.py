@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import json
+import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -13,9 +16,31 @@ from rich.table import Table
 from rich.text import Text
 
 from jfsdp.trainer.display import format_facts
+from jfsdp.trainer.help_groups import Options, option
 
 BROKEN = 4  # exit status for damaged or differing checkpoints, and for audits with findings
 GIB = 1 << 30
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reporting(Options):
+    """Base class of commands with a result that can be printed as JSON."""
+
+    json: bool = option(False, "output")
+    """Print JSON."""
+
+    def report(self, found: Any, show: Callable[[], Any]) -> None:
+        """Print the result as JSON, or call `show`."""
+        print(json.dumps(_finite(found), indent=1)) if self.json else show()
+
+
+def _finite(value: Any) -> Any:
+    """Replace non-finite numbers, which JSON does not have, by text."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def make_console(width: int | None = None) -> Any:

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import numpy as np
 import tyro
 from rich.text import Text
 
-from jfsdp.cli.console import make_console, print_wrapped
+from jfsdp.cli.console import Reporting, make_console, print_wrapped
 from jfsdp.extras import need
 from jfsdp.trainer.data.documents import INPUT, PADDING, START, TARGET, TRAINED
 from jfsdp.trainer.data.tokens import DataConfig, open_data
 from jfsdp.trainer.display import harmless
-from jfsdp.trainer.help_groups import Options, option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Location, Name
 
 _DATA = tyro.conf.arg(metavar="DATA", help="As --data of scripts/train.py: file, directory or glob.")
 
 
 @dataclasses.dataclass(frozen=True)
-class Show(Options):
+class Show(Reporting):
     """Show documents and conversations with the trained tokens highlighted, and the counts of all records.
 
-    If the output is not a terminal, trained tokens are between [[ and ]]. All records are read and checked, as when
+    If the output is not a terminal, trained tokens are between [[ and ]]. The JSON has the tokens of each example, and
+    1 or 0 for each trained or untrained token. All records are read and checked, as when
     scripts/train.py starts. Exit status 2 for the first record that cannot be trained on.
     """
 
@@ -47,8 +48,6 @@ class Show(Options):
     """Token of a tokenizer.json that ends a document. none: a well-known one, or eos_token of its configuration."""
     text_field: Name = None
     """Field of a JSONL object that contains the text. none: detected from the objects."""
-    json: bool = False
-    """Print JSON: the tokens of each example, and 1 or 0 for each trained or untrained token."""
 
     def run(self) -> int:
         need("train")
@@ -58,13 +57,8 @@ class Show(Options):
         shown = range(min(self.start, len(data.train)), min(self.start + self.num, len(data.train)))
         answers = (" (chosen)", " (rejected)") if data.form == "pairs" else ("",)
         examples = [(data.train.place(i) + mark, *one) for i in shown for mark, one in zip(answers, _examples(data, i))]
-        if self.json:
-            rows = [{"place": place, "tokens": t.tolist(), "trained": m.tolist()} for place, t, m in examples]
-            print(json.dumps({"found": data.found.split("\n  "), "examples": rows}))
-            return 0
-        for place, tokens, trained in examples:
-            _print(place, data.tokenizer, tokens, trained)
-        print_wrapped(data.found)
+        rows = [{"place": place, "tokens": t.tolist(), "trained": m.tolist()} for place, t, m in examples]
+        self.report({"found": data.found.split("\n  "), "examples": rows}, lambda: _print(data, examples))
         return 0
 
 
@@ -79,7 +73,13 @@ def _examples(data: Any, index: int) -> list[tuple[Any, Any]]:
     return found
 
 
-def _print(place: str, tokenizer: Any, tokens: Any, trained: Any) -> None:
+def _print(data: Any, examples: Sequence[tuple[str, Any, Any]]) -> None:
+    for place, tokens, trained in examples:
+        _print_example(place, data.tokenizer, tokens, trained)
+    print_wrapped(data.found)
+
+
+def _print_example(place: str, tokenizer: Any, tokens: Any, trained: Any) -> None:
     console = make_console()
     console.print(f"--- {place}: {len(tokens)} tokens, {int(trained.sum())} trained")
     text = Text()

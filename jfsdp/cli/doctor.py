@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Iterator
@@ -14,21 +13,21 @@ from typing import Annotated, Any
 
 import jax
 
-from jfsdp.cli.console import GIB, make_console, make_table, print_facts, print_verdict
+from jfsdp.cli.console import GIB, Reporting, make_console, make_table, print_facts, print_verdict
 from jfsdp.launch.processes import initialize
 from jfsdp.launch.watch import Watch, tell_and_end
 from jfsdp.layout.report import show_bytes
 from jfsdp.objects.path import on_disk
 from jfsdp.plan.cluster import doctor
 from jfsdp.plan.cluster.processes import Processes, examine_processes
-from jfsdp.trainer.help_groups import Options, option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.option_errors import spell
 from jfsdp.trainer.options import Decimal, Location, optional
 from jfsdp.trainer.parse import read_mesh
 
 
 @dataclasses.dataclass(frozen=True)
-class Doctor(Options):
+class Doctor(Reporting):
     """Examine this machine: versions, devices, XLA flags, NCCL settings, limits of the host.
 
     With --processes, examine a cluster. Start it in every process, like the run, with srun or
@@ -38,8 +37,6 @@ class Doctor(Options):
     Exit status: 0 no problems, 1 problems, with remedies. Notes do not count.
     """
 
-    json: bool = False
-    """Print JSON."""
     processes: bool = False
     """Examine all processes of a run together."""
     run_dir: Location = None
@@ -57,10 +54,7 @@ class Doctor(Options):
                 raise ValueError(f"{spell(name)} needs --processes: add it, or leave {spell(name)} out")
         machine = doctor.inspect_machine()
         findings = doctor.diagnose(machine)
-        if self.json:
-            print(json.dumps(doctor.report_to_dict(machine, findings), indent=2))
-        else:
-            _print(machine, findings)
+        self.report(doctor.report_to_dict(machine, findings), lambda: _print(machine, findings))
         return _status(findings)
 
     def _run_processes(self) -> int:
@@ -69,7 +63,7 @@ class Doctor(Options):
         with _others_on_stderr():
             found = self._examine(directory, Watch(limit_s, initialize(compare=compare, timeout_s=limit_s)))
         if jax.process_index() == 0:
-            print(json.dumps(dataclasses.asdict(found), indent=2)) if self.json else _print_processes(found, directory)
+            self.report(dataclasses.asdict(found), lambda: _print_processes(found, directory))
         return _status(found.findings)
 
     def _examine(self, directory: Path, watch: Watch) -> Processes:

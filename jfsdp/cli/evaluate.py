@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import sys
 from collections.abc import Iterator
 from typing import Annotated, Any
 
 import tyro
 
+from jfsdp.cli.console import Reporting
 from jfsdp.cli.load_options import OpenOptions
 from jfsdp.extras import need
 from jfsdp.layout.mesh import num_data_shards
@@ -23,11 +23,12 @@ _SEQ_LEN = 2048
 
 
 @dataclasses.dataclass(frozen=True)
-class Evaluate(OpenOptions):
+class Evaluate(Reporting, OpenOptions):
     """Print the loss of a model on data. For conversations and completions, only the answers' tokens count.
 
     All documents are evaluated, each token once, without dropout. Longer documents than a row are truncated as in
-    training, and the first line reports how much.
+    training, and the first line reports how much. The JSON has loss, weight (trained tokens), and other metrics of the
+    loss, such as correct.
     """
 
     data: Annotated[str, tyro.conf.arg(metavar="PATH")] = ""
@@ -40,8 +41,6 @@ class Evaluate(OpenOptions):
     """Which of the assistant's messages in a conversation count. none: the run's value, or all."""
     text_field: Name = None
     """Field of a JSONL object that contains the text. none: the run's value, or detected from the objects."""
-    json: bool = False
-    """Print JSON: loss, weight (trained tokens), and other metrics of the loss, such as correct."""
 
     def run(self) -> int:
         need("train")
@@ -77,9 +76,7 @@ class Evaluate(OpenOptions):
                 yield from iterator
 
         found = make_evaluator(model, job.eval_loss or job.loss, batches)(opened.state)
-        if self.json:
-            print(json.dumps({"loss": found.loss, "weight": found.weight, **found.aux}))
-            return 0
         correct = f", accuracy {100 * found.aux['correct']:.2f} %" if "correct" in found.aux else ""
-        print(f"loss {found.loss:.4f} nats per token{correct}, of {found.weight:,.0f} tokens")
+        text = f"loss {found.loss:.4f} nats per token{correct}, of {found.weight:,.0f} tokens"
+        self.report({"loss": found.loss, "weight": found.weight, **found.aux}, lambda: print(text))
         return 0

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from jfsdp.cli.console import make_console, make_table, print_verdict, progress
+from jfsdp.cli.console import Reporting, make_console, make_table, print_verdict, progress
 from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.lint import LayoutWarning, advise
 from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Explain(ShardingOptions):
+class Explain(Reporting, ShardingOptions):
     """Print the sharding of each parameter of a model, and the size of its state per device.
 
     Uses no devices and little memory: a 405B model on 1024 GPUs takes seconds. Takes options of scripts/train.py.
@@ -36,21 +35,16 @@ class Explain(ShardingOptions):
     fsdp and context shard the state according to --strategy; replica replicates it."""
     wide: bool = option(False, "output")
     """Add a table of leaves with unit, stages, bytes, and the reason for the sharding."""
-    json: bool = option(False, "output")
-    """Print JSON."""
 
     def run(self) -> int:
+        from jfsdp.train.state_bytes import explain_to_dict
+
         with progress(quiet=self.json) as report:
             report(f"tracing {self.model or self.factory} and its step")
             state, program = self._abstract()
-        if self.json:
-            from jfsdp.train.state_bytes import explain_to_dict
-
-            table = explain_to_dict(state)
-            table["warnings"] = [*program["warnings"], *table["warnings"]]
-            print(json.dumps(program | table, indent=2))
-        else:
-            _print(state, program, self.wide)
+        table = explain_to_dict(state)
+        table["warnings"] = [*program["warnings"], *table["warnings"]]
+        self.report(program | table, lambda: _print(state, program, self.wide))
         return 0
 
     def _abstract(self) -> tuple[TrainState, dict[str, Any]]:

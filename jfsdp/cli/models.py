@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import sys
+from typing import Any
 
-from jfsdp.cli.console import make_console, make_table
+from jfsdp.cli.console import Reporting, make_console, make_table
 from jfsdp.trainer.job import find_job, job_names
 
 
 @dataclasses.dataclass(frozen=True)
-class Models:
+class Models(Reporting):
     """List the models that installed packages provide (entry-point group jfsdp.jobs)."""
-
-    json: bool = False
-    """Print JSON."""
 
     def run(self) -> int:
         from jfsdp.modules.adapt import as_model
@@ -31,13 +28,14 @@ class Models:
                 continue
             row = {"model": name, "parameters": count, "seq_len": job.seq_len, "vocab_size": job.vocab_size}
             rows.append(row | {"pretrained": bool(job.pretrained)})
-        if self.json:
-            print(json.dumps(rows, indent=1))
-            return 0
-        numbers = ("parameters", "row length", "vocabulary")
-        table = make_table("model", *numbers, right=numbers)
-        for row in rows:
-            name, *sizes, _ = row.values()
-            table.add_row(name, *(f"{size:,}" if size else "-" for size in sizes))
-        make_console().print(table if rows else "no installed package provides a model; use --factory module:function")
+        self.report(rows, lambda: _print(rows))
         return 0
+
+
+def _print(rows: list[dict[str, Any]]) -> None:
+    numbers = ("parameters", "row length", "vocabulary")
+    table = make_table("model", *numbers, right=numbers)
+    for row in rows:
+        name, *sizes, _ = row.values()
+        table.add_row(name, *(f"{size:,}" if size else "-" for size in sizes))
+    make_console().print(table if rows else "no installed package provides a model; use --factory module:function")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jfsdp.cli.console import progress
+from jfsdp.cli.console import Reporting, progress
 from jfsdp.cli.report import GB, GIB, print_estimate, print_inference, print_plan, print_search
 from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
@@ -29,7 +28,7 @@ DOES_NOT_FIT = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class PlanJob(StepOptions):
+class PlanJob(Reporting, StepOptions):
     """Predict memory, communication and time of training on a cluster, without its GPUs.
 
     Compiles the training step with XLA for the cluster's GPUs.
@@ -77,8 +76,6 @@ class PlanJob(StepOptions):
     written as JSON."""
     analytic: bool = option(False, "output")
     """Do not compile: print only the state, bytes by formula and a roofline."""
-    json: bool = option(False, "output")
-    """Print JSON: bytes per device, seconds per step."""
 
     def run(self) -> int:
         gpu = find_gpu(self.gpu)
@@ -97,7 +94,7 @@ class PlanJob(StepOptions):
 
     def _print(self, found: dict[str, Any], show: Callable[[], None], *, fits: bool) -> int:
         """Print the result as JSON or text; return the exit status."""
-        print(json.dumps(found, indent=2)) if self.json else show()
+        self.report(found, show)
         return 0 if fits else DOES_NOT_FIT
 
     def _check_options(self) -> None:

@@ -20,13 +20,13 @@ from jfsdp.checkpoint.foreign.peft_files import CONFIG as PEFT_CONFIG
 from jfsdp.checkpoint.foreign.safetensors import CONFIG as HF_CONFIG
 from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.source import Recast, Renamed, Watched, total_bytes
-from jfsdp.cli.console import print_wrapped, progress_of
+from jfsdp.cli.console import Reporting, print_wrapped, progress_of
 from jfsdp.extras import MissingExtra
 from jfsdp.launch.runtime import start_jax
 from jfsdp.layout.lora import Adapter
 from jfsdp.objects.path import as_path, on_disk
 from jfsdp.trainer.data.tokenizer import Tokenizer, load_tokenizer
-from jfsdp.trainer.help_groups import Options, option
+from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.job import Job, load_job
 from jfsdp.trainer.options import Dtype, Fields, Name, Number, Real, optional, read_config
 from jfsdp.trainer.parse import read_fields
@@ -34,20 +34,20 @@ from jfsdp.trainer.parse import read_fields
 if TYPE_CHECKING:
     from jfsdp.checkpoint.foreign.export import Written
 
-_Path = Annotated[str, tyro.conf.arg(metavar="PATH", help="A checkpoint, or the directory of a run.")]
+PathArgument = Annotated[str, tyro.conf.arg(metavar="PATH", help="A checkpoint, or the directory of a run.")]
 _Target = Annotated[str, tyro.conf.arg(metavar="TARGET", help="The directory to make.")]
 Globs = Annotated[tuple[str, ...], tyro.conf.arg(metavar="GLOB ...")]
 
 
 @dataclasses.dataclass(frozen=True)
-class Convert:
+class Convert(Reporting):
     """Write a converted copy of a checkpoint: other dtypes, layers stacked or listed, a subset of arrays.
 
     Not needed to restore a checkpoint on another mesh, strategy, engine, storage or form of layers. For a run, the
     newest step is converted. Exit status: 0; 2 for a wrong path or option, 4 for a damaged checkpoint.
     """
 
-    path: tyro.conf.Positional[_Path]
+    path: tyro.conf.Positional[PathArgument]
     target: tyro.conf.Positional[_Target]
     dtype: Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="[GLOB=]DTYPE")] = ()
     """bfloat16 casts the parameters, opt_state=bfloat16 the arrays that match the glob. May be repeated."""
@@ -59,8 +59,6 @@ class Convert:
     """Convert only arrays whose name matches one of these globs, or a prefix such as params."""
     skip: Globs = ()
     """Omit these arrays, such as opt_state."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self) -> int:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, convert
@@ -78,12 +76,12 @@ class Convert:
                 skip=self.skip or None,
                 progress=progress,
             )
-        _print_result(self.json, {"from": str(path), "to": self.target}, lines)
+        _print_result(self, {"from": str(path), "to": self.target}, lines)
         return 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ModelOptions(Options):
+class _ModelOptions(Reporting):
     """Options that select the model of the weights."""
 
     model: Name = None
@@ -104,7 +102,7 @@ class Export(_ModelOptions):
     for a damaged checkpoint.
     """
 
-    path: tyro.conf.Positional[_Path]
+    path: tyro.conf.Positional[PathArgument]
     target: tyro.conf.Positional[_Target]
     dtype: Dtype = None
     """float32, bfloat16 or float16. none: as stored."""
@@ -117,8 +115,6 @@ class Export(_ModelOptions):
     """Write the moving averages of a run with --ema instead of its parameters. The run's eval losses are of these."""
     allow_nonfinite: bool = False
     """Write NaN and infinite values too."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self) -> int:
         from jfsdp.checkpoint.foreign.export import MEMORY_BYTES, export_safetensors
@@ -154,7 +150,7 @@ class Export(_ModelOptions):
                 allow_nonfinite=self.allow_nonfinite,
             )
         copied = _copy_model_files(run, written.directory)
-        _print_written(self.json, path, written, copied)
+        _print_written(self, path, written, copied)
         return 0
 
     def _export_adapters(self, source: CheckpointSource, job: Job) -> int:
@@ -187,7 +183,7 @@ class Export(_ModelOptions):
         )
         run = source.stated("config")
         copied = _copy_model_files(run if isinstance(run, dict) else {}, written.directory)
-        _print_written(self.json, source.path, written, copied)
+        _print_written(self, source.path, written, copied)
         return 0
 
 
@@ -208,8 +204,6 @@ class Import(_ModelOptions):
     """Cast floating-point weights to float32, bfloat16 or float16. none: do not cast."""
     allow_nonfinite: bool = False
     """Allow NaN and infinite values."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self) -> int:
         from jfsdp.checkpoint.convert import MEMORY_BYTES, choose_dtypes, write_source
@@ -230,7 +224,7 @@ class Import(_ModelOptions):
                 {LAYOUT: None, CONFIG: _config_of(self, job), EXTRA: [None]},
                 allow_nonfinite=self.allow_nonfinite,
             )
-        _print_result(self.json, {"from": str(path), "to": self.target, "arrays": len(source.arrays)}, lines)
+        _print_result(self, {"from": str(path), "to": self.target, "arrays": len(source.arrays)}, lines)
         return 0
 
 
@@ -239,7 +233,7 @@ _Base = Annotated[str, tyro.conf.arg(metavar="BASE", help="Directory of Hugging 
 
 
 @dataclasses.dataclass(frozen=True)
-class Merge(Options):
+class Merge(Reporting):
     """Add a PEFT adapter to its base weights, piece by piece, and write the result to TARGET.
 
     Sums are computed in float32, and stored in the dtype of the weights. Other files of BASE are copied. Exit status:
@@ -252,15 +246,13 @@ class Merge(Options):
     target: tyro.conf.Positional[_Target]
     max_shard_gb: Real = option(5.0, least=1e-6)
     """Maximum GB of a file; several files are listed in an index."""
-    json: bool = False
-    """Print JSON."""
 
     def run(self) -> int:
         from jfsdp.checkpoint.foreign.merged import merge_peft
 
         most = int(self.max_shard_gb * 1e9)
         written = merge_peft(self.base, self.adapter, self.target, sign=self.SIGN, max_shard_bytes=most)
-        _print_written(self.json, self.base, written)
+        _print_written(self, self.base, written)
         return 0
 
 
@@ -383,24 +375,24 @@ def _copy_model_files(config: dict[str, Any], target: Path) -> list[str]:
     return sorted(names)
 
 
-def _print_written(is_json: bool, origin: Any, written: Written, copied: Sequence[str] = ()) -> None:
+def _print_written(command: Reporting, origin: Any, written: Written, copied: Sequence[str] = ()) -> None:
     found = {"from": str(origin), "to": str(written.directory), "files": list(written.files)}
     found |= {"copied": list(copied)} if copied else {}
-    _print_result(is_json, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
+    _print_result(command, found | {"arrays": written.num_arrays, "bytes": written.total_bytes}, written.nonfinite)
     config, kind = written.directory / HF_CONFIG, "peft.AutoPeftModelForCausalLM"
     if config.is_file():
         kind = f"transformers.{(json.loads(config.read_bytes()).get('architectures') or ['AutoModelForCausalLM'])[0]}"
-    if not is_json and (config.is_file() or (written.directory / PEFT_CONFIG).is_file()):
+    if not command.json and (config.is_file() or (written.directory / PEFT_CONFIG).is_file()):
         print(f"load it: {kind}.from_pretrained({str(written.directory)!r})")
 
 
-def _print_result(is_json: bool, found: dict[str, Any], nonfinite: Sequence[str]) -> None:
+def _print_result(command: Reporting, found: dict[str, Any], nonfinite: Sequence[str]) -> None:
     """Print the result, and on stderr the arrays with non-finite values."""
     for line in nonfinite:
         print(f"warning: {line}", file=sys.stderr)
     found |= {"not_finite": list(nonfinite)} if nonfinite else {}
-    text = json.dumps(found) if is_json else "; ".join(f"{name} {_plain(value)}" for name, value in found.items())
-    (print if is_json else print_wrapped)(text)
+    text = "; ".join(f"{name} {_plain(value)}" for name, value in found.items())
+    command.report(found, lambda: print_wrapped(text))
 
 
 def _plain(value: Any) -> str:
