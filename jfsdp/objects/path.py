@@ -20,6 +20,7 @@ import errno
 import fnmatch
 import functools
 import io
+import json
 import os
 import re
 from collections.abc import Iterator
@@ -301,6 +302,18 @@ def read_at(path: AnyPath, start: int, length: int) -> bytes:
     with path.open("rb") as file:
         file.seek(start)
         return file.read(length)
+
+
+def read_json(path: AnyPath, remedy: str) -> Any:
+    """Read a JSON file.
+
+    Raises:
+      ValueError: if it is not JSON; ends with the remedy.
+    """
+    try:
+        return json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path}: is not JSON ({error}); {remedy}") from error
 
 
 def match_below(pattern: str) -> tuple[ObjectPath, list[str]]:

@@ -67,7 +67,7 @@ def test_records_and_named_columns(tmp_path):
     bodies = write_table(tmp_path / "bodies.parquet", {"body": pa.array(TEXTS, pa.large_string()), "n": range(40)})
     assert texts_of(bodies, text_field="body") == TEXTS
     refuses(lambda: open_corpus(bodies), "bodies.parquet", "body (large_string)", "text_field=")
-    refuses(lambda: open_corpus(bodies, text_field="text"), "no column 'text'", "body (large_string), n (int64)")
+    refuses(lambda: open_corpus(bodies, text_field="text"), "column 'text'", "body (large_string), n (int64)")
     nested = write_table(tmp_path / "nested.parquet", {"text": [{"a": "x"}]})
     refuses(lambda: open_corpus(nested), "nested.parquet", "'text'", "struct<a: string>")
     refuses(lambda: open_corpus(nested, text_field="text"), "struct<a: string>", "text_field=")

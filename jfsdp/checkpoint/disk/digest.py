@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from jfsdp.checkpoint.disk.files import ARRAYS, SUMS, damaged, inside, write_text
+from jfsdp.checkpoint.disk.files import ARRAYS, SUMS, damaged, file_sizes, inside, write_text
 from jfsdp.checkpoint.source import Progress, ignore_progress
-from jfsdp.objects.path import AnyPath, ObjectPath, StoreError
+from jfsdp.objects.path import AnyPath, StoreError
 
 Digests = dict[str, str]
 _THREADS = min(8, os.cpu_count() or 1)
@@ -23,10 +23,7 @@ _THREADS = min(8, os.cpu_count() or 1)
 
 def list_files(path: AnyPath) -> list[str]:
     """List the files below a directory, as paths relative to it, except the file of digests."""
-    if isinstance(path, ObjectPath):
-        return [name for name in path.walk() if name != SUMS]
-    found = (Path(where) / name for where, _, names in os.walk(path) for name in names)
-    return sorted(name for file in found if (name := file.relative_to(path).as_posix()) != SUMS)
+    return [name for name in file_sizes(path) if name != SUMS]
 
 
 def hash_files(path: AnyPath, names: Iterable[str], on_done: Progress = ignore_progress) -> Digests:

@@ -153,16 +153,25 @@ def is_complete(path: AnyPath) -> bool:
     return (path / COMMIT).is_file() if isinstance(path, ObjectPath) else path.is_dir()
 
 
-def bytes_below(path: AnyPath) -> int:
-    """Sum the sizes of the files below a directory, which other processes may rename or remove meanwhile."""
+def file_sizes(path: AnyPath) -> dict[str, int]:
+    """Return the sizes of the files below a directory, which other processes may rename or remove meanwhile.
+
+    Returns:
+      By path relative to the directory, sorted.
+    """
     if isinstance(path, ObjectPath):
-        return sum(entry["size"] for entry in path.walk().values())
-    num_bytes = 0
+        return {name: entry["size"] for name, entry in path.walk().items()}
+    sizes = {}
     for directory, _, names in os.walk(path):
-        for name in names:
+        for file in (Path(directory, name) for name in names):
             with contextlib.suppress(OSError):
-                num_bytes += os.stat(os.path.join(directory, name)).st_size
-    return num_bytes
+                sizes[file.relative_to(path).as_posix()] = file.stat().st_size
+    return dict(sorted(sizes.items()))
+
+
+def bytes_below(path: AnyPath) -> int:
+    """Sum the sizes of the files below a directory."""
+    return sum(file_sizes(path).values())
 
 
 def read_json(path: AnyPath, name: Any) -> Any:

@@ -8,8 +8,8 @@ import glob
 import json
 import os
 import sysconfig
-from pathlib import Path, PurePosixPath
-from typing import Any
+from collections.abc import Sequence
+from pathlib import Path
 
 from jfsdp.objects.path import AnyPath, ObjectPath, is_address, match_below
 
@@ -100,10 +100,7 @@ def _in_store(data: str) -> FoundFiles:
             root, names = root.parent, [root.name]
     if not names:
         raise ValueError(f"data {data!r}: there are no such objects; pass a prefix, an object, or a quoted glob")
-    options = {"takes_tokens": len(names) == 1 or data.endswith(".bin"), "is_listed": True}
-    reasons = {name: _reason_to_skip(PurePosixPath(name), **options) for name in names}
-    kept = tuple(name for name, reason in reasons.items() if reason is None)
-    return FoundFiles(root, kept, len(names), dict(collections.Counter(filter(None, reasons.values()))))
+    return _choose(root, names, takes_tokens=len(names) == 1 or data.endswith(".bin"))
 
 
 def _walk(root: Path, *, is_stdlib: bool = False) -> FoundFiles:
@@ -123,9 +120,14 @@ def _glob(pattern: str) -> FoundFiles:
     fixed = pattern[: min(pattern.find(c) for c in "*?[" if c in pattern)]
     root = Path(os.path.dirname(fixed) or ".")
     paths = [Path(p) for p in glob.glob(pattern, recursive=True) if not os.path.isdir(p)]
-    reasons = {path: _reason_to_skip(path, takes_tokens=pattern.endswith(".bin")) for path in paths}
-    names = sorted(path.relative_to(root).as_posix() for path, reason in reasons.items() if reason is None)
-    return FoundFiles(root, tuple(names), len(paths), dict(collections.Counter(filter(None, reasons.values()))))
+    names = sorted(path.relative_to(root).as_posix() for path in paths)
+    return _choose(root, names, takes_tokens=pattern.endswith(".bin"))
+
+
+def _choose(root: AnyPath, names: Sequence[str], *, takes_tokens: bool) -> FoundFiles:
+    reasons = {name: _reason_to_skip(root / name, takes_tokens=takes_tokens) for name in names}
+    kept = tuple(name for name, reason in reasons.items() if reason is None)
+    return FoundFiles(root, kept, len(names), dict(collections.Counter(filter(None, reasons.values()))))
 
 
 def _reason_to_prune(path: Path, is_stdlib: bool) -> str | None:
@@ -136,9 +138,7 @@ def _reason_to_prune(path: Path, is_stdlib: bool) -> str | None:
     return "linked directory" if path.is_symlink() else None
 
 
-def _reason_to_skip(
-    path: Any, *, is_stdlib: bool = False, takes_tokens: bool = False, is_listed: bool = False
-) -> str | None:
+def _reason_to_skip(path: AnyPath, *, is_stdlib: bool = False, takes_tokens: bool = False) -> str | None:
     if path.name.startswith("."):
         return "hidden"
     if is_stdlib and path.suffix != ".py":
@@ -150,7 +150,7 @@ def _reason_to_skip(
     if path.name in _OF_DATASETS:
         return "description of a dataset"
     # Opening a pipe would block forever.
-    return None if is_listed or path.is_file() else "not a regular file"
+    return None if isinstance(path, ObjectPath) or path.is_file() else "not a regular file"
 
 
 def _raise_unlistable(error: OSError):

@@ -19,6 +19,7 @@ FORMS = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
 }
+KNOWN = "; ".join(" and ".join(fields) for fields in FORMS.values())
 # Form -> the fields that are used.
 _MORE = {"pairs": ("prompt",), "sharegpt": ("system",), "alpaca": ("system", "history", "input")}
 READ = {form: {*fields, "tools", *_MORE.get(form, ())} for form, fields in FORMS.items()}
@@ -57,9 +58,8 @@ def read_record(line: bytes, form: str | None, text_field: str | None) -> tuple[
     if found is None and text_field is not None:
         raise ValueError(f"no string field {text_field!r} (found: {fields}); name the text's field with text_field=")
     if found is None:
-        known = "; ".join(" and ".join(fields) for fields in FORMS.values())
         raise ValueError(
-            f"has fields {fields}, but a record needs one of: {known}; or name the field of the text with text_field="
+            f"has fields {fields}, but a record needs one of: {KNOWN}; or name the field of the text with text_field="
         )
     if form not in (None, found):
         raise ValueError(

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from jfsdp.extras import load
 from jfsdp.objects.path import AnyPath, ObjectPath
-from jfsdp.trainer.data.records import FORMS, READ, form_of
+from jfsdp.trainer.data.records import KNOWN, READ, form_of
 
 COMPRESSED, TABLES = (".gz", ".zst"), (".parquet", ".arrow")
 _BYTES = 8 << 20
@@ -133,22 +133,15 @@ def _without_nulls(value: Any) -> Any:
 
 def _fields(path: AnyPath, schema: Any, text_field: str | None) -> list[str]:
     """Return the columns to read: of the text, or of the first form whose columns the table has."""
-    names = {field.name: str(field.type) for field in schema}
-    columns = ", ".join(f"{name} ({kind})" for name, kind in names.items())
-    form = "text" if text_field else form_of(dict.fromkeys(names, ""), None)
-    if form is None:
-        known = "; ".join(" and ".join(fields) for fields in FORMS.values())
-        raise ValueError(
-            f"{path}: has columns {columns}, but records need one of: {known}; or name the column of the text with "
-            "text_field="
-        )
-    wanted = [text_field or "text"] if form == "text" else [name for name in names if name in READ[form]]
-    for name in wanted if form == "text" else ():
-        if name not in names:
-            raise ValueError(f"{path}: has no column {name!r}; its columns are {columns}; name one with text_field=")
-        if not re.match("(dictionary<values=)?(large_)?string", names[name]):
-            raise ValueError(
-                f"{path}: column {name!r} has type {names[name]}, not string; write the text to a column of its "
-                "own, and name it with text_field="
-            )
-    return wanted
+    kinds, name = {field.name: str(field.type) for field in schema}, text_field or "text"
+    form = "text" if text_field else form_of(dict.fromkeys(kinds, ""), None)
+    if form not in ("text", None):
+        return [column for column in kinds if column in READ[form]]
+    if re.match("(dictionary<values=)?(large_)?string", kinds.get(name, "")):
+        return [name]
+    columns = ", ".join(f"{column} ({kind})" for column, kind in kinds.items())
+    others = "" if text_field else f", or one of: {KNOWN}"
+    raise ValueError(
+        f"{path}: has columns {columns}, but needs a column {name!r} of type string{others}; name the column of the "
+        "text with text_field="
+    )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import zlib
 
 import numpy as np
 
-from jfsdp.objects.path import AnyPath, read_at
+from jfsdp.objects.path import AnyPath, read_at, read_json
 
 _DTYPES = {"uint16": "<u2", "uint32": "<u4"}
 _CHECKED_BYTES = 1 << 20
@@ -86,10 +85,7 @@ def read_tokens(path: AnyPath, token_format: TokenFormat, offset: int, length: i
 
 
 def _read_sidecar(sidecar: AnyPath) -> dict:
-    try:
-        fields = json.loads(sidecar.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{sidecar}: not JSON ({error}); write an object such as {{'dtype': 'uint16'}}") from error
+    fields = read_json(sidecar, "write an object such as {'dtype': 'uint16'}")
     for name in ("eod_id", "vocab_size"):
         if not isinstance(fields, dict) or not isinstance(fields.get(name, 0), int):
             raise ValueError(f'{sidecar}: expected an object with "dtype" and integers "eod_id", "vocab_size"')

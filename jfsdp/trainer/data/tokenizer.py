@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -14,6 +13,7 @@ import numpy as np
 
 from jfsdp.checkpoint.disk.paths import existing_path
 from jfsdp.extras import load
+from jfsdp.objects.path import read_json
 
 # The end-of-document token of a tokenizer.json is the first of these in its vocabulary, else `eos_token` of its
 # configuration. `eod_token` overrides it.
@@ -126,10 +126,7 @@ def read_config(directory: Path) -> dict[str, Any]:
       ValueError: if it is not JSON.
     """
     path = directory / "tokenizer_config.json"
-    try:
-        stated = json.loads(path.read_bytes()) if path.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{path}: is not JSON ({error}); copy it again from the tokenizer's source") from error
+    stated = read_json(path, "copy it again from the tokenizer's source") if path.exists() else {}
     return stated if isinstance(stated, dict) else {}
 
 

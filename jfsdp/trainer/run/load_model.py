@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import optax
 
 from jfsdp.checkpoint.disk.paths import existing_path
 from jfsdp.checkpoint.foreign.pretrained import has_config, read_config
-from jfsdp.objects.path import as_path
+from jfsdp.objects.path import as_path, read_json
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.ema import with_ema
@@ -182,10 +181,7 @@ def _stop_ids(tokenizer: Tokenizer, prompts: Examples, has_template: bool, direc
     for directory in directories:
         for name in ("generation_config.json", "config.json"):
             file = (directory if directory.is_dir() else directory.parent) / name
-            try:
-                stated = json.loads(file.read_bytes()) if file.is_file() else {}
-            except ValueError as error:
-                raise ValueError(f"{file}: is not JSON ({error}); repair it, or copy it again") from error
+            stated = read_json(file, "repair it, or copy it again") if file.is_file() else {}
             ids = stated.get("eos_token_id") if isinstance(stated, dict) else None
             found += ids if isinstance(ids, list) else [] if ids is None else [ids]
     return tuple(dict.fromkeys(int(one) for one in found))
