@@ -70,14 +70,12 @@ class Lease:
     def _check_conditions(self) -> None:
         """Check that the store does not ignore the conditions of writes, as some S3-compatible ones do."""
         other = {name: '"none"' if name == "e_tag" else "9" * 15 for name in self._tag}
-        with contextlib.suppress(FileExistsError):
-            self._refuse("If-None-Match", self.path.create(b"{}"))
-        with contextlib.suppress(ChangedError):
-            self._refuse("If-Match", self.path.replace(b"{}", other))
-
-    def _refuse(self, condition: str, _: Tag) -> None:
-        reason = f"the store ignores {condition}, so two jobs could write one run; use another store"
-        raise StoreError(errno.ENOTSUP, reason, str(self.path))
+        writes = {"If-None-Match": self.path.create, "If-Match": lambda data: self.path.replace(data, other)}
+        for condition, write in writes.items():
+            with contextlib.suppress(FileExistsError, ChangedError):
+                write(b"{}")
+                reason = f"the store ignores {condition}, so two jobs could write one run; use another store"
+                raise StoreError(errno.ENOTSUP, reason, str(self.path))
 
     def check(self) -> None:
         """Renew the lease now.

@@ -186,25 +186,28 @@ class ObjectPath(os.PathLike[str]):
 
     def write_bytes(self, data: Any) -> Tag:
         """Write the object, or write over it; return its tag."""
-        return self._put(data)
-
-    def _put(self, data: Any, **mode: Any) -> Tag:
         with _named(self):
-            return _tag(self._client.put(self.key, data, use_multipart=False, **mode))
+            return _tag(self._client.put(self.key, data, use_multipart=False))
+
+    def _put_if(self, mode: Any, data: Any) -> Tag:
+        """Write the object under a condition. If it has these contents already, a retry found its own object."""
+        try:
+            with _named(self):
+                return _tag(self._client.put(self.key, data, use_multipart=False, mode=mode))
+        except (FileExistsError, ChangedError, FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                found, tag = self.read_versioned()
+                if found == bytes(data):
+                    return tag
+            raise
 
     def create(self, data: Any) -> Tag:
         """Write the object if there is none; return its tag.
 
         Raises:
-          FileExistsError: if there is one with other contents. With the same contents a retry found its own object.
+          FileExistsError: if there is one with other contents.
         """
-        try:
-            return self._put(data, mode="create")
-        except FileExistsError:
-            found, tag = self.read_versioned()
-            if found != bytes(data):
-                raise
-            return tag
+        return self._put_if("create", data)
 
     def replace(self, data: Any, tag: Tag) -> Tag:
         """Write over the object if it has this tag; return the new one.
@@ -213,13 +216,9 @@ class ObjectPath(os.PathLike[str]):
           ChangedError: if it has another tag and other contents, or does not exist.
         """
         try:
-            return self._put(data, mode=tag)
-        except (ChangedError, FileNotFoundError) as error:
-            with contextlib.suppress(FileNotFoundError):
-                found, new = self.read_versioned()
-                if found == bytes(data):
-                    return new
-            raise ChangedError(errno.ESTALE, "was changed by another process", str(self)) from error
+            return self._put_if(tag, data)
+        except FileNotFoundError as error:
+            raise ChangedError(errno.ESTALE, "was deleted by another process", str(self)) from error
 
     def copy(self, target: ObjectPath) -> None:
         """Copy the object inside the store."""

@@ -143,8 +143,7 @@ def read_manifest(path: Any) -> dict[str, Any]:
 
 def step_paths(directory: AnyPath) -> list[Any]:
     """List the complete steps of a run, oldest first."""
-    found = directory.iterdir() if isinstance(directory, ObjectPath) else directory.glob("*")
-    named = (path for path in found if path.name.isdecimal() and path.name == str(int(path.name)))
+    named = (path for path in directory.glob("*") if path.name.isdecimal() and path.name == str(int(path.name)))
     return sorted((path for path in named if is_complete(path)), key=lambda path: int(path.name))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import functools
 import hashlib
 import itertools
 import math
@@ -18,7 +18,7 @@ from jfsdp.checkpoint.disk.files import ARRAYS, COMMIT, SUMS, damaged, part_of, 
 from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.disk.reader import CheckpointSource
 from jfsdp.checkpoint.objects.writer import index_path, place_name
-from jfsdp.checkpoint.source import Index
+from jfsdp.checkpoint.source import PIECE_BYTES, Index
 from jfsdp.objects.path import StoreError, is_address
 
 
@@ -37,8 +37,8 @@ class ObjectSource(CheckpointSource):
         if read_json(self.path, COMMIT).get("sums") != sums:
             raise damaged(self.path, f"{COMMIT} and {SUMS} do not belong together")
         self._indices: dict[str, dict[str, Any]] = {}
-        self._cache: collections.OrderedDict[str, np.ndarray] = collections.OrderedDict()
-        self._mutex, self._index_mutex = threading.Lock(), threading.Lock()
+        self._index_mutex = threading.Lock()
+        self._chunk = functools.lru_cache(self._cache_bytes // PIECE_BYTES)(self._read_chunk)
 
     def check(self, names: Iterable[str]) -> None:
         """Check that every object is there that reading these arrays needs. A read checks their contents.
@@ -86,22 +86,9 @@ class ObjectSource(CheckpointSource):
     def chunk_shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._index(name)["shape"])
 
-    def _chunk(self, name: str, place: tuple[int, ...]) -> np.ndarray:
-        key = f"{name}/{place_name(place)}"
-        with self._mutex:
-            if key in self._cache:
-                self._cache.move_to_end(key)
-                return self._cache[key]
-        chunk = self._load(name, place_name(place))
-        with self._mutex:
-            self._cache[key] = chunk
-            while sum(x.nbytes for x in self._cache.values()) > self._cache_bytes:
-                self._cache.popitem(last=False)
-        return chunk
-
-    def _load(self, name: str, place: str) -> np.ndarray:
+    def _read_chunk(self, name: str, place: tuple[int, ...]) -> np.ndarray:
         shape, dtype = self.chunk_shape(name), self.arrays[name].dtype
-        pack, start, crc = self._index(name)["chunks"].get(place, ("", 0, 0))
+        pack, start, crc = self._index(name)["chunks"].get(place_name(place), ("", 0, 0))
         key, size = f"{ARRAYS}/{part_of(name)}/{pack}", math.prod(shape) * dtype.itemsize
         try:
             data = (self.files / key).read_range(start, start + size)
