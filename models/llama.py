@@ -42,6 +42,7 @@ from .context import WHOLE, Context
 from .elementwise import rms_norm, swiglu
 from .llama_config import PRESETS, LlamaConfig, RopeScaling, flops_per_token
 from .llama_hf import PRETRAINED
+from .llama_titan import titan_names
 from .losses import head_loss, loss_of_model, token_batch
 from .optimizers import adamw, decay_mask
 from .over_tensor import HEADS, Placements, by_heads, looked_up, make_placements, over_tensor, split_tokens, whole_rows
@@ -386,8 +387,8 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
     Returns:
       `model` (rngs -> module), `config`, `loss`, `units`, `batch` ((batch_size, seq_len) -> shapes), `optimizer`
       (learning rate or schedule -> optax), `decay_mask`, `vocab_size`, `seq_len`, `flops_per_token` (seq_len -> float),
-      `configure` (fields of the config to change, as keywords -> another job) and `pretrained` (names in Hugging Face
-      checkpoints).
+      `configure` (fields of the config to change, as keywords -> another job) and `pretrained` (names in checkpoints
+      of Hugging Face, torchtitan and Meta).
     """
 
     def configure(**overrides: Any) -> dict[str, Any]:
@@ -407,7 +408,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "seq_len": seq_len,
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,
-        "pretrained": PRETRAINED,
+        "pretrained": {**PRETRAINED, "others": titan_names(config)},
         "placements": placements(config),
         "row_loss": partial(loss_of_model, by_row=True),
         "in_context": lambda model, **functions: partial(model, context=Context(**functions)),

@@ -57,7 +57,7 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
     groups: dict[tuple[int, float], dict[str, int]] = {}
     for leaf, (kind, *_) in found.items():
         dims = all_dims[leaf]
-        groups.setdefault(kind, {})[leaf] = next(len(group) for group in dims.theirs if dims.ours[0] in group)
+        groups.setdefault(kind, {})[leaf] = next(len(group) for group in dims.theirs if dims.ours[0][0] in group)
     dropout, kind = float(adapter.options.get("lora_dropout") or 0), (adapter.is_rslora, adapter.is_dora)
     loras = [LoRA(targets, rank, alpha, dropout, *kind) for (rank, alpha), targets in groups.items()]
     return [dataclasses.replace(one, also=sorted(also) or None) for one in loras[:1]] + loras[1:]
@@ -97,7 +97,9 @@ def adapter_map(names: Names, adapters: Mapping[str, Adapter]) -> NameMap:
             continue
         one = fitting[0]
         dims = parse_dims(text) if text else same_dims(len(one.shape) - one.stacked)
-        ins, outs = dims.ours[: one.num_in], dims.ours[one.num_in :]
+        ins, outs = (
+            [name for group in part for name in group] for part in (dims.ours[: one.num_in], dims.ours[one.num_in :])
+        )
         groups = {frozenset(group) for group in dims.theirs}
         if not theirs.endswith(WEIGHT) or groups != {frozenset(ins), frozenset(outs)}:
             raise ValueError(f"{one.path}: PEFT has no adapter for an array like {theirs!r} ({text or 'same dims'})")

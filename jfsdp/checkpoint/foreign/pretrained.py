@@ -13,11 +13,13 @@ import jax.numpy as jnp
 import optax
 
 from jfsdp.arguments import PathLike, Seed, checked
-from jfsdp.checkpoint.disk.logical_arrays import single_array
+from jfsdp.checkpoint.disk.logical_arrays import Stored, single_array
 from jfsdp.checkpoint.disk.paths import existing_path, find_checkpoint, find_checkpoints
 from jfsdp.checkpoint.disk.processes import gather_json, in_all
 from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
+from jfsdp.checkpoint.foreign.adam import Slots, open_adam
+from jfsdp.checkpoint.foreign.deepspeed import DeepSpeedSource, find_deepspeed
 from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Names, Shapes, as_name_map
 from jfsdp.checkpoint.foreign.peft import adapter_source
 from jfsdp.checkpoint.foreign.peft_files import open_peft
@@ -39,18 +41,21 @@ _LENGTH = "max_position_embeddings"
 _TORCH = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
-def foreign_source(path: Any, key: str | None = None) -> Source:
-    """Open weights under their own names: safetensors, or a PyTorch format (DCP, `.pt`, `.pth`, `.bin`, its index).
+def foreign_source(path: Any, key: str | None = None, *, training: bool = False) -> Source:
+    """Open weights under their own names: safetensors, PyTorch (DCP, `.pt`, `.pth`, `.bin`, its index), DeepSpeed ZeRO.
 
     Args:
-      key: for PyTorch, the dict that contains the model; see `open_torch`.
+      key: for PyTorch and DeepSpeed, the dict that contains the model; see `open_torch`.
+      training: open the checkpoint of a run, with optimizer states, also if there are other weights in its directory.
 
     Raises:
       ValueError: if there are no weights, or they are damaged.
     """
     path = existing_path(path)
     is_dcp = path.name == ".metadata" or (path / ".metadata").is_file()
-    if path.is_dir() and not any((path / name).exists() for name in (WEIGHTS, INDEX)):
+    if not is_dcp and path.is_dir() and (training or not any((path / name).exists() for name in (WEIGHTS, INDEX))):
+        if (directory := find_deepspeed(path)) is not None:
+            return DeepSpeedSource(directory, key)
         path = next((path / name for name in _TORCH if (path / name).exists()), path)
     if path.name.endswith(".bin.index.json"):
         files = weight_files(path)
@@ -66,14 +71,14 @@ def foreign_source(path: Any, key: str | None = None) -> Source:
 
 
 def pretrained_source(
-    path: Any, names: Names, leaves: Shapes, *, config: Any = None, key: str | None = None
+    path: Any, names: Names, leaves: Shapes, *, config: Any = None, key: str | None = None, training: bool = False
 ) -> Imported:
     """Open weights under a model's names. Reads headers, and of the weights only copies of tied ones.
 
     Args:
       path: a Hugging Face directory, `model.safetensors` or its index; a DCP directory of PyTorch, a `.pt`, or
-        `pytorch_model.bin` and its index.
-      key: see `foreign_source`.
+        `pytorch_model.bin` and its index; a directory of DeepSpeed.
+      key, training: see `foreign_source`.
       names: the mapping, such as a job's field `pretrained`.
       leaves: the model's parameters by name, without `params.`, with logical shapes.
       config: the model's configuration, which is compared with the `config.json` next to the weights; PyTorch formats
@@ -83,7 +88,8 @@ def pretrained_source(
       ValueError: if files are missing or damaged, `config.json` describes another model or one that this architecture
         cannot compute, or weights are missing or extra. Messages name path and remedy.
     """
-    names, source = as_name_map(names), foreign_source(path, key)
+    source = foreign_source(path, key, training=training)
+    names = as_name_map(names).of(source.arrays)
     may_lack = not isinstance(source, SafetensorsSource) and not _config_file(path).is_file()
     if config is not None and names.from_config is not None and not may_lack:
         _compare(path, names, pretrained_fields(path, names), config, CONFIG)
@@ -103,6 +109,7 @@ def load_pretrained(
     one_replica: bool = False,
     allow_nonfinite: bool = False,
     adapter: PathLike | None = None,
+    optimizer: bool = False,
 ) -> Any:
     """Create the first state of a run from pretrained weights. Each process reads the slices of its devices.
 
@@ -121,6 +128,10 @@ def load_pretrained(
       seed: seed for the rest of the model's state (rng keys).
       one_replica: see `restore`.
       allow_nonfinite: warn about NaN and infinite values instead of raising.
+      optimizer: also read the moments of Adam and the number of updates, from a training checkpoint of PyTorch (DCP or
+        torch.save, with states by parameter name) or of DeepSpeed ZeRO-1, 2 or 3. `tx` must contain one
+        `optax.scale_by_adam` for all trained parameters. Its counts, those of schedules and `state.step` are set to the
+        number of updates. Hyperparameters are those of `tx`.
       adapter: a PEFT directory, for a model wrapped by `jfsdp.lora` with the directory's `jfsdp.peft.read_loras`.
         None: adapters are initialized as in `init`.
 
@@ -141,22 +152,40 @@ def load_pretrained(
     if adapter is not None and not adapters:
         raise ValueError(f"{adapter}: the model has no adapters; wrap it: jfsdp.lora(model, read_loras(...))")
 
+    if optimizer and (adapters or is_checkpoint(path)):
+        reason = "the model has adapters" if adapters else "is a checkpoint of jfsdp; use restore (--resume)"
+        raise ValueError(f"{path}: optimizer=True (--init-optimizer) reads states of other libraries, but {reason}")
+    slots = Slots(model.abstract_state(tx)) if optimizer else None
+
     source: Source
     if key is None and is_checkpoint(path):
         source = our_parameters(path, leaves, names, config)
     else:
-        source = in_all(lambda: pretrained_source(path, names, leaves, config=config, key=key))
+        source = in_all(lambda: pretrained_source(path, names, leaves, config=config, key=key, training=optimizer))
+    if slots is not None:
+        trained = {leaf.path: every[leaf.path] for leaf in model.layout.leaves if leaf.trainable}
+        moments, step = in_all(lambda: open_adam(foreign_source(path, "", training=True), names, trained, where=path))
     if adapter is not None:
         source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters, leaves)))
     stored = [single_array(path, read[path], shape) for path, shape in model.leaf_shapes().items() if path in read]
-    counted = Counted(source)
-    cast = Recast(counted, {name: leaf.dtype for name, leaf in read.items() if name not in codecs})
-    arrays = place(stored, Encoded(cast, codecs) if codecs else cast, one_replica=one_replica)
-    lines = sorted({line for found in gather_json(counted.lines()) for line in found})
-    refuse_nonfinite(path, lines, allow=allow_nonfinite)
-    if lines:
-        warn(f"{path}: {'; '.join(lines)}")
-    return model.init_from(tx, dict(zip((path for path in every if path in read), arrays, strict=True)), seed)
+
+    def read_finite(stored: list[Stored], source: Source) -> list[jax.Array]:
+        counted = Counted(source)
+        cast = Recast(counted, {one.name: one.logical.dtype for one in stored if one.name not in codecs})
+        arrays = place(stored, Encoded(cast, codecs) if codecs else cast, one_replica=one_replica)
+        lines = sorted({line for found in gather_json(counted.lines()) for line in found})
+        refuse_nonfinite(path, lines, allow=allow_nonfinite)
+        if lines:
+            warn(f"{path}: {'; '.join(lines)}")
+        return arrays
+
+    arrays = read_finite(stored, source)
+    state = model.init_from(tx, dict(zip((path for path in every if path in read), arrays, strict=True)), seed)
+    if slots is None:
+        return state
+    if slots.others:
+        warn(f"{path}: lacks states of the optimizer, which begin anew: {', '.join(slots.others[:8])}")
+    return slots.fill(state, step, lambda stored: read_finite(stored, moments))
 
 
 def is_checkpoint(path: Any) -> bool:

@@ -20,6 +20,7 @@ Keys = tuple[str, ...]
 T = TypeVar("T")
 
 _WRAPPERS = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+_TRAINING = {"optimizer", "optim", "lr_scheduler", "dataloader", "train_state"}  # dicts of torchtitan's checkpoints
 _FLAT = {"_flat_param", "flat_param"}
 _DTYPES = {
     *("float64", "float32", "float16", "bfloat16", "bool", "complex64", "complex128"),
@@ -56,16 +57,20 @@ def select(where: str, tensors: Mapping[Keys, T], others: Iterable[Keys], key: s
       where: beginning of errors.
       tensors: by path of dict keys.
       others: paths of values that are not tensors.
-      key: the dict, as its path of keys joined by "."; None if tensors are only at the top, or only in one dict there;
-        "" for all tensors.
+      key: the dict, as its path of keys joined by "."; None if tensors are only at the top, or only in one dict there,
+        apart from the training state (`optimizer`, `lr_scheduler`, ...); "" for all tensors.
 
     Raises:
       ValueError: if there is no such dict, if there are dicts and none was chosen, if two tensors get one name, or if
         there are flat parameters of FSDP1.
     """
-    tops = {keys[0] for keys in tensors if keys}
-    if key is None and len(tops) == 1 and all(len(keys) > 1 for keys in tensors):
-        key = tops.pop()  # the only dict with tensors
+    if key is None:
+        candidates = {keys: x for keys, x in tensors.items() if len(keys) < 2 or keys[0] not in _TRAINING} or tensors
+        tops = {keys[0] for keys in candidates if keys}
+        if len(tops) == 1 and all(len(keys) > 1 for keys in candidates):
+            key = tops.pop()  # the only dict with tensors
+        elif all(len(keys) < 2 for keys in candidates):
+            tensors = candidates
     if key is None and any(len(keys) > 1 for keys in tensors):
         raise ValueError(
             f"{where}: has dicts at the top, and it is not clear which one is the model; pass key= (--key, "

@@ -144,7 +144,7 @@ class TorchFileSource:
         """Map the file, and read names and shapes. For `key` and the errors see `open_torch`."""
         torch = import_torch()
         self._where = f"checkpoint {path}"
-        found = _load(Path(path), self._where)
+        found = load_torch(Path(path))
         if not isinstance(found, Mapping):
             raise ValueError(f"{self._where}: contains a {type(found).__name__}; save a dict of tensors by name")
         leaves = dict(_flatten(found))
@@ -182,8 +182,16 @@ def _flatten(value: Any, keys: Keys = ()) -> Iterator[tuple[Keys, Any]]:
         yield from _flatten(inner, (*keys, str(key)))
 
 
-def _load(path: Path, where: str) -> Any:
-    torch = import_torch()
+def load_torch(path: Path, *, any_class: bool = False) -> Any:
+    """Read a file of torch.save, with its tensors mapped. Runs no code in it.
+
+    Args:
+      any_class: read objects of unknown classes as placeholders instead of refusing the file.
+
+    Raises:
+      ValueError: if the file is damaged, compressed or of another format, or contains unknown classes.
+    """
+    torch, where = import_torch(), f"checkpoint {path}"
     with path.open("rb") as file:
         if file.read(4) != b"PK\x03\x04":
             raise ValueError(f"{where}: is not a zip file of torch.save; write it again with torch.save")
@@ -192,7 +200,16 @@ def _load(path: Path, where: str) -> Any:
     if zipped:
         raise ValueError(f"{where}: {zipped[0]} in it is compressed, so its size is unknown; write it with torch.save")
     with _readable(where):
-        return torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(str(path)) if any_class else []
+        with torch.serialization.safe_globals([(_Placeholder, name) for name in unknown]):
+            return torch.load(str(path), map_location="cpu", mmap=True, weights_only=True)
+
+
+class _Placeholder:
+    """Stands for an object of a class that is not loaded."""
+
+    def __init__(self, *args: Any):
+        pass
 
 
 @contextlib.contextmanager

@@ -66,6 +66,8 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     check_policies(config)
     if config.init_key is not None and config.init_from is None:
         raise ValueError(f"init_key={config.init_key!r}: needs --init-from, the file with this dict; give both")
+    if config.init_optimizer and config.init_from is None:
+        raise ValueError("--init-optimizer: needs --init-from, the checkpoint of the run to continue")
     if config.init_adapter is not None and config.init_from is None:
         raise ValueError(f"--init-adapter {config.init_adapter}: needs --init-from, the weights that it adapts")
     if config.preference is not None and config.init_from is None:

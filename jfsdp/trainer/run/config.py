@@ -70,6 +70,9 @@ class TrainConfig(StepOptions):
     """Weights to start from: Hugging Face, PyTorch, or a checkpoint or run of jfsdp."""
     init_key: Name = option(None, "model", "free")
     """Key of the dict in a PyTorch checkpoint that contains the model, such as model."""
+    init_optimizer: bool = option(False, "model", "free")
+    """Continue the run of --init-from, a checkpoint of torchtitan, PyTorch or DeepSpeed ZeRO: also read its states of
+    Adam and its number of steps."""
     init_adapter: Location = option(None, "frozen weights and adapters", "free")
     """Directory of a PEFT adapter to start from and train further; --lora is read from it."""
 

@@ -222,7 +222,13 @@ class Run:
         if self.config.init_from is None:
             return self.parts.model.init(self.parts.tx, self.config.seed)
         self.say(f"starting from the weights of {self.config.init_from}")
-        return load_weights(self.config, self.parts.job, self.parts.model, self.parts.tx)
+        state = load_weights(self.config, self.parts.job, self.parts.model, self.parts.tx)
+        self.first = int(state.step)
+        if self.first >= self.config.steps:
+            raise ValueError(f"--init-optimizer: {self.config.init_from} has {self.first} steps; set --steps to more")
+        if self.first:
+            self.say(f"continuing after its step {self.first}, with new data")
+        return state
 
     def _restore_snapshot(self) -> tuple[TrainState, list[Any]] | None:
         """Restore like `_restore`, from the snapshot. Return None if there is none, or if it is damaged."""

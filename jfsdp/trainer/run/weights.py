@@ -117,7 +117,9 @@ def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
     def open_weights(path: str) -> Any:
         if pretrained.is_checkpoint(path):
             return open_checkpoint(find_checkpoint(path))
-        return pretrained.foreign_source(path, config.init_key if path == config.init_from else None)
+        is_first = path == config.init_from
+        key, training = config.init_key if is_first else None, is_first and config.init_optimizer
+        return pretrained.foreign_source(path, key, training=training)
 
     openers = {"init_from": open_weights, "reference": open_weights, "init_adapter": open_peft}
     openers |= {"tokenizer": read_tokenizer, "chat_template": partial(find_template, config.tokenizer or "byte")}
@@ -133,9 +135,10 @@ def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
 def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainState:
     """Return the initial state from the weights of `init_from`."""
     how: dict[str, Any] = {"config": job.config, "key": config.init_key, "seed": config.seed}
+    how |= {"adapter": config.init_adapter, "optimizer": config.init_optimizer}
     path = weights_path(config)
     assert path is not None
-    return pretrained.load_pretrained(path, model, tx, job.pretrained, **how, adapter=config.init_adapter)
+    return pretrained.load_pretrained(path, model, tx, job.pretrained, **how)
 
 
 def initial_hf_config(config: TrainConfig, stored: Mapping[str, Any]) -> dict[str, Any]:

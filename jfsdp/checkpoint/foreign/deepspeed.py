@@ -1,0 +1,193 @@
+"""Checkpoints of DeepSpeed ZeRO-1, 2 and 3 as a source.
+
+[Note: partitions of ZeRO]
+DeepSpeed flattens parameters, and each process saves a part of the result. ZeRO-1 and 2 flatten a whole group of
+parameters and cut the vector once. ZeRO-3 cuts each parameter, pads it, and joins what a process has of all of them.
+Master weights and moments have the same form. Names, shapes and order are in the model's file (`param_shapes`).
+
+Source: `deepspeed/utils/zero_to_fp32.py`, which does the same for weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jfsdp.checkpoint.disk.files import inside
+from jfsdp.checkpoint.foreign.torch_names import Keys, import_torch, numpy_dtype, select, to_numpy
+from jfsdp.checkpoint.foreign.torch_source import load_torch
+from jfsdp.checkpoint.source import Index
+
+_OPTIMIZER, _MODEL = "_optim_states.pt", "_model_states.pt"
+
+Part = tuple[Any, int, int]  # a flat tensor, and a range of its elements
+Array = tuple[tuple[int, ...], list[Part]]  # a shape, and the parts that form the flattened array
+
+
+def find_deepspeed(path: Any) -> Path | None:
+    """Return the directory with a DeepSpeed checkpoint's files: the path, or the one in it that `latest` names.
+
+    Raises:
+      ValueError: if `latest` names a directory without these files.
+    """
+    path = Path(path)
+    if not path.is_dir() or any(path.glob(f"*{_MODEL}")):
+        return path if path.is_dir() else None
+    if not (latest := path / "latest").is_file():
+        return None
+    directory = inside(path, latest.read_text().strip())
+    if not any(directory.glob(f"*{_MODEL}")):
+        raise ValueError(f"checkpoint {path}: latest names {directory.name}, which has no *{_MODEL}; copy it too")
+    return directory
+
+
+def _by_number(name: str) -> list[Any]:
+    """Order names by the numbers in them."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
+
+
+class DeepSpeedSource:
+    """A checkpoint of DeepSpeed ZeRO-1, 2 or 3, saved by any number of processes.
+
+    Arrays are named as in a PyTorch checkpoint with the dicts `module` and `optimizer`: `module.<name>` are the master
+    weights, `optimizer.state.<name>.exp_avg` and so on are the states. See [Note: partitions of ZeRO].
+
+    Memory:  files are mapped; a read copies its slice.
+    """
+
+    def __init__(self, path: Path, key: str | None = None):
+        """Map the files, and read names and shapes.
+
+        Args:
+          path: the directory with the files.
+          key: as in `open_torch`; None: `module`.
+
+        Raises:
+          ValueError: if the checkpoint is incomplete or damaged, is not of ZeRO, or splits the model by other means
+            than data parallelism.
+        """
+        self._where = f"checkpoint {path}"
+        names = sorted((file.name for file in path.glob("*_states.pt")), key=_by_number)
+        if other := [x for x in names if "expert" in x or "mp_rank_00_" not in x]:
+            raise ValueError(
+                f"{self._where}: has {other[0]}, of a model that is split by experts, stages or tensors; convert the "
+                "weights with DeepSpeed"
+            )
+        if not any(name.endswith(_OPTIMIZER) for name in names):
+            raise ValueError(f"{self._where}: has no *{_OPTIMIZER} of ZeRO; pass {path / names[0]} with the key module")
+        try:
+            models = [load_torch(path / name, any_class=True) for name in names if name.endswith(_MODEL)]
+            ranks = [_Rank(load_torch(path / name, any_class=True)) for name in names if name.endswith(_OPTIMIZER)]
+            num = ranks[0].num_ranks
+            if len(ranks) != num or len(models) != (num if ranks[0].is_stage_3 else 1):
+                found = f"{len(models)} *{_MODEL} and {len(ranks)} *{_OPTIMIZER} of {num} processes"
+                raise ValueError(f"{self._where}: has {found}; copy the files of all processes")
+            tensors = dict(_tensors(models, ranks))
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            reason = f"{type(error).__name__}: {error}"
+            raise ValueError(f"{self._where}: is not as DeepSpeed 0.8 to 0.19 writes it ({reason})") from error
+        self._tensors = select(self._where, tensors, (), "module" if key is None else key)
+        self.arrays: Mapping[str, jax.ShapeDtypeStruct] = {
+            name: jax.ShapeDtypeStruct(shape, numpy_dtype(self._where, name, parts[0][0].dtype))
+            for name, (shape, parts) in self._tensors.items()
+        }
+        for name, (shape, parts) in self._tensors.items():
+            if (size := sum(stop - start for _, start, stop in parts)) < math.prod(shape):
+                raise ValueError(f"{self._where}: has {size:,} elements of {name} {list(shape)}; save it again")
+
+    def read(self, name: str, index: Index) -> np.ndarray:
+        """Read one slice of one array; see `Source.read`."""
+        shape, parts = self._tensors[name]
+        row, rows = math.prod(shape[1:]), index[0] if shape else slice(0, 1)
+        first, last, begin = rows.start * row, rows.stop * row, 0
+        out = np.empty(last - first, self.arrays[name].dtype)
+        for tensor, start, stop in parts:
+            low, high = max(first - begin, 0), min(last - begin, stop - start)
+            if low < high:
+                block = to_numpy(tensor[start + low : start + high], out.dtype)
+                out[begin + low - first : begin + high - first] = block
+            begin += stop - start
+        return out.reshape(-1, *shape[1:])[(slice(None), *index[1:])] if shape else out.reshape(())
+
+
+class _Rank:
+    """What one process saved of the optimizer.
+
+    Attributes:
+      groups: for each flat group, its tensors: the master weights as "", and the states by name.
+      mappings: ZeRO-1 and 2: for each group, the range of each parameter's elements in it, by name.
+      steps: the numbers of updates of the groups; empty if they were not saved.
+    """
+
+    def __init__(self, contents: Mapping[str, Any]):
+        zero = contents["optimizer_state_dict"]
+        self.is_stage_3 = "fp32_flat_groups" in zero
+        weights = zero["fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"]
+        self.num_ranks, self.mappings = np.max(zero["partition_count"]), zero.get("param_slice_mappings")
+        optimizer = zero["optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"]
+        groups = [] if isinstance(optimizer, list) else optimizer["param_groups"]
+        states = optimizer if isinstance(optimizer, list) else [optimizer["state"][i] for i in range(len(weights))]
+        self.groups = [
+            {"": flat, **{kind: x for kind, x in state.items() if kind != "step" and hasattr(x, "numel")}}
+            for flat, state in zip(weights, states, strict=True)
+        ]
+        # FusedAdam also has an unused count in its groups.
+        found = [x["step"] for x in states if "step" in x] or [x["step"] for x in groups if "step" in x]
+        self.steps = {int(step) for step in found or filter(None, [zero.get("base_optimizer_state_step")])}
+
+
+def _tensors(models: Sequence[Any], ranks: Sequence[_Rank]) -> Iterator[tuple[Keys, Array]]:
+    """Yield, by the path of dict keys, the shape of each array and the parts that form it."""
+    torch, model, steps = import_torch(), models[0], set[int]().union(*(rank.steps for rank in ranks))
+    if len(steps) > 1:
+        raise ValueError(f"DeepSpeed's processes took different numbers of steps: {sorted(steps)}; copy one checkpoint")
+    found: dict[str, dict[str, Array]] = {}
+    for name, shape, pieces in _pieces(model["param_shapes"], ranks):
+        found[name] = {}
+        for kind in ranks[0].groups[0]:
+            parts = (_cut([group[kind] for group in groups], *where) for groups, *where in pieces)
+            found[name][kind] = shape, list(itertools.chain(*parts))
+        if steps:
+            found[name]["step"] = (), [(torch.tensor([*steps]), 0, 1)]
+    for name, shape in (model.get("frozen_param_shapes") or {}).items():
+        fragments = [one["frozen_param_fragments"][name].detach().flatten() for one in models]
+        found[name] = {"": (tuple(shape), [(x, 0, x.numel()) for x in fragments])}
+    for copy, name in (model.get("shared_params") or {}).items():
+        found[copy] = found[name]
+    for name, tensor in model["module"].items():  # buffers, and with ZeRO-1 frozen parameters
+        whole = {"": (tuple(tensor.shape), [(tensor.detach().flatten(), 0, tensor.numel())])}
+        found.setdefault(name, whole)
+    for name, arrays in found.items():
+        for kind, array in arrays.items():
+            yield ("optimizer", "state", name, kind) if kind else ("module", name), array
+
+
+def _pieces(groups: Sequence[Any], ranks: Sequence[_Rank]) -> Iterator[tuple[str, tuple[int, ...], list[Any]]]:
+    """Yield the name and shape of each trained parameter, and where it is: flat groups, first element, length."""
+    if ranks[0].is_stage_3:
+        start = 0
+        for name, shape in (pair for group in groups for pair in group.items()):
+            length = -(-math.prod(shape) // len(ranks))
+            yield name, tuple(shape), [(rank.groups, start, length) for rank in ranks]
+            start += length
+        return
+    for place, group in enumerate(groups):
+        for name, shape in group.items():
+            found = ((rank.groups[place], rank.mappings[place].get(name)) for rank in ranks)
+            yield name, tuple(shape), [([part], where.start, where.numel) for part, where in found if where is not None]
+
+
+def _cut(tensors: Sequence[Any], start: int, length: int) -> Iterator[Part]:
+    """Yield the parts of flat tensors that form a range of their concatenation."""
+    for tensor in tensors:
+        low, high = max(start, 0), min(start + length, tensor.numel())
+        if low < high:
+            yield tensor.detach(), low, high
+        start -= tensor.numel()
