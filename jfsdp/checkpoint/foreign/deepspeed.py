@@ -3,7 +3,8 @@
 [Note: partitions of ZeRO]
 DeepSpeed flattens parameters, and each process saves a part of the result. ZeRO-1 and 2 flatten a whole group of
 parameters and cut the vector once. ZeRO-3 cuts each parameter, pads it, and joins what a process has of all of them.
-Master weights and moments have the same form. Names, shapes and order are in the model's file (`param_shapes`).
+Master weights and moments have the same form. Names, shapes and order are in the model's file (`param_shapes`). The
+order in `param_slice_mappings` is another one, and wrong, with `round_robin_gradients` (DeepSpeed 0.19.8).
 
 Source: `deepspeed/utils/zero_to_fp32.py`, which does the same for weights.
 """
@@ -122,7 +123,7 @@ class _Rank:
 
     Attributes:
       groups: for each flat group, its tensors: the master weights as "", and the states by name.
-      mappings: ZeRO-1 and 2: for each group, the range of each parameter's elements in it, by name.
+      paddings: ZeRO-1 and 2: for each group, the number of elements between each parameter and the next.
       steps: the numbers of updates of the groups; empty if they were not saved.
     """
 
@@ -130,7 +131,7 @@ class _Rank:
         zero = contents["optimizer_state_dict"]
         self.is_stage_3 = "fp32_flat_groups" in zero
         weights = zero["fp32_flat_groups" if self.is_stage_3 else "single_partition_of_fp32_groups"]
-        self.num_ranks, self.mappings = np.max(zero["partition_count"]), zero.get("param_slice_mappings")
+        self.num_ranks, self.paddings = np.max(zero["partition_count"]), zero.get("param_alignment_paddings")
         optimizer = zero["optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"]
         groups = [] if isinstance(optimizer, list) else optimizer["param_groups"]
         states = optimizer if isinstance(optimizer, list) else [optimizer["state"][i] for i in range(len(weights))]
@@ -178,10 +179,12 @@ def _pieces(groups: Sequence[Any], ranks: Sequence[_Rank]) -> Iterator[tuple[str
             yield name, tuple(shape), [(rank.groups, start, length) for rank in ranks]
             start += length
         return
+    paddings = ranks[0].paddings or [[0] * len(group) for group in groups]
     for place, group in enumerate(groups):
-        for name, shape in group.items():
-            found = ((rank.groups[place], rank.mappings[place].get(name)) for rank in ranks)
-            yield name, tuple(shape), [([part], where.start, where.numel) for part, where in found if where is not None]
+        start = 0
+        for (name, shape), padding in zip(group.items(), paddings[place], strict=True):
+            yield name, tuple(shape), [([rank.groups[place] for rank in ranks], start, math.prod(shape))]
+            start += math.prod(shape) + padding
 
 
 def _cut(tensors: Sequence[Any], start: int, length: int) -> Iterator[Part]:

@@ -1,0 +1,232 @@
+"""Runs of DeepSpeed, torchtitan and PyTorch that continue here: the losses of their next steps, from their files."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+from flax import nnx
+from torch.distributed.checkpoint.state_dict import get_state_dict
+
+import jfsdp
+from jfsdp.checkpoint.foreign.deepspeed import DeepSpeedSource
+from jfsdp.checkpoint.foreign.pretrained import fit_job, foreign_source, load_pretrained
+from jfsdp.checkpoint.source import read_whole
+from jfsdp.trainer.job import load_job
+from tests.checkpoint.foreign.test_torch import write_dcp
+from tests.refusals import refuses, warning
+from tests.steps import fully_shard
+
+THEIRS = Path(__file__).with_name("theirs")
+LOSSES = json.loads((THEIRS / "losses.json").read_text())
+FROZEN: dict[str, tuple[str, ...]] = {"zero1": (), "zero2": ("norm.scale",), "zero3": ("embed",)}
+FORMS: dict[str, dict[str, Any]] = {
+    "full_shard on 4": {"mesh": {"fsdp": 4}, "min_size": 8},
+    "zero1": {"mesh": {"fsdp": 2}, "strategy": "zero1", "min_size": 8},
+    "flat storage": {"mesh": {"fsdp": 2}, "program": "manual", "storage": "flat"},
+}
+
+
+def adamw(mask=None, **more):
+    return optax.adamw(optax.constant_schedule(1e-2), 0.9, 0.95, weight_decay=0.1, mask=mask, **more)
+
+
+def mesh_of(sizes):
+    return jfsdp.make_mesh(**sizes, devices=jax.devices()[: int(np.prod(list(sizes.values())))])
+
+
+def sharded(job, *, mesh, **settings):
+    return fully_shard(job.model, mesh=mesh_of(mesh), units=job.units, **settings)
+
+
+def tokens(step):
+    """The rows that make_deepspeed.py trains on."""
+    return np.random.default_rng(step).integers(19, size=(4, 9)).astype(np.int32)
+
+
+def losses_after(name, form, path=None):
+    path = path or THEIRS / name
+    job = fit_job(load_job("llama-tiny", None), path, {})
+    model, tx = sharded(job, **FORMS[form], frozen=FROZEN[name]), adamw(job.decay_mask)
+    state = load_pretrained(path, model, tx, job.pretrained, config=job.config, optimizer=True)
+    assert int(state.step) == 3
+    counts = [int(x) for role, x in zip(state.roles.arrays, jax.tree.leaves(state.opt_state)) if "count" in role.name]
+    assert counts == [3, 3]  # of Adam, and of the schedule
+    step, found = model.train_step(job.loss, tx), []
+    for number in range(3, 6):
+        rows = tokens(number)
+        state, metrics = step(state, {"tokens": rows[:, :-1], "targets": rows[:, 1:]})
+        found.append(float(metrics["loss"]))
+    return found
+
+
+@pytest.mark.parametrize(("name", "form"), [*zip(FROZEN, FORMS)])
+def test_a_run_of_deepspeed_continues_with_its_losses(name, form):
+    assert losses_after(name, form) == pytest.approx(LOSSES[name], abs=3e-6)
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_slices_of_a_deepspeed_checkpoint_are_parts_of_the_whole(name):
+    source = DeepSpeedSource(THEIRS / name / "global_step3", "")
+    weights = {x for x in source.arrays if not x.startswith("optimizer.state.")}
+    assert weights - {"lm_head.weight"} == {x for x in weights if x.startswith("model.")}
+    for array, shape in source.arrays.items():
+        whole = read_whole(source, array)
+        assert whole.shape == shape.shape
+        cut = tuple(slice(size // 3, size - size // 4) for size in shape.shape)
+        assert np.array_equal(source.read(array, cut), whole[cut])
+
+
+def test_weights_of_deepspeed_are_the_masters():
+    """Without optimizer=True too, and without a key."""
+    source, model = foreign_source(THEIRS / "zero2"), THEIRS / "zero2" / "global_step3" / "mp_rank_00_model_states.pt"
+    for name, value in torch.load(model, weights_only=True)["module"].items():
+        assert np.array_equal(read_whole(source, name), value.numpy()), name
+
+
+def damaged(tmp_path, name, change):
+    target = tmp_path / "changed"
+    shutil.copytree(THEIRS / name, target)
+    change(target / "global_step3")
+    return target
+
+
+def test_incomplete_and_other_checkpoints_of_deepspeed_are_refused(tmp_path):
+    def case(number, name, change):
+        path = damaged(tmp_path / str(number), name, change)
+        return lambda: foreign_source(path)
+
+    refuses(case(0, "zero1", lambda x: next(x.glob("*rank_1*")).unlink()), "1 *_optim_states.pt of 2 processes")
+    refuses(case(1, "zero3", lambda x: next(x.glob("*rank_1*model*")).unlink()), "1 *_model_states.pt", "2 processes")
+    refuses(case(2, "zero1", lambda x: x.rename(x.with_name("other"))), "latest", "global_step3")
+    refuses(case(3, "zero1", lambda x: [y.unlink() for y in x.glob("*optim*")]), "_optim_states.pt of ZeRO", "module")
+    split = "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    refuses(case(4, "zero1", lambda x: (x / split).touch()), split, "stages or tensors")
+
+    def grow(path):
+        file = path / "mp_rank_00_model_states.pt"
+        contents = torch.load(file, weights_only=True)
+        contents["param_shapes"][0]["lm_head.weight"] = torch.Size([1000, 12])
+        torch.save(contents, file)
+
+    refuses(case(5, "zero1", grow), "228 elements of lm_head.weight [1000, 12]")
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.up, self.down = nnx.Linear(6, 8, rngs=rngs), nnx.Linear(8, 2, use_bias=False, rngs=rngs)
+
+    def __call__(self, x):
+        return self.down(nnx.tanh(self.up(x)))
+
+
+NAMES = {
+    "rules": [
+        ("up.kernel", "0.weight", "transpose"),
+        ("up.bias", "0.bias"),
+        ("down.kernel", "2.weight", "transpose"),
+    ]
+}
+ROWS = np.random.default_rng(0).normal(size=(5, 4, 8)).astype(np.float32)
+
+
+def trained(make=torch.optim.AdamW, **options):
+    """Return a PyTorch model and its optimizer after two steps, and a function that takes a step."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2, bias=False))
+    optimizer = make(net.parameters(), lr=1e-2, **options)
+
+    def step(number):
+        rows = torch.tensor(ROWS[number])
+        loss = (net(rows[:, :6]) - rows[:, 6:]).square().sum() / 4
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return float(loss.detach())
+
+    for number in range(2):
+        step(number)
+    return net, optimizer, step
+
+
+ADAM: dict[str, Any] = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+
+
+def loss_fn(model, batch):
+    return jfsdp.Loss((model(batch["x"]) - batch["y"]).__pow__(2).sum(), batch["x"].shape[0])
+
+
+def load(path, tx=None, **more):
+    model, tx = fully_shard(Net, mesh=mesh_of({"fsdp": 2}), min_size=4), tx or adamw()
+    return model, tx, load_pretrained(path, model, tx, NAMES, optimizer=True, **more)
+
+
+def save_torch(path, state):
+    torch.save(state, path)
+    return path
+
+
+@pytest.mark.parametrize("outer", ["optimizer", "optim", "flat"])
+@pytest.mark.parametrize("write", [save_torch, write_dcp])
+def test_a_run_of_pytorch_continues_with_its_losses(write, outer, tmp_path):
+    net, optimizer, step = trained(**ADAM)
+    weights, states = get_state_dict(net, optimizer)
+    if outer == "flat":  # as torchtitan: weights at the top, states under names that contain the parameter's
+        flat = {f"state.{name}.{kind}": x for name, of in states["state"].items() for kind, x in of.items()}
+        saved = {**weights, "optimizer": flat, "lr_scheduler": {"last_epoch": torch.tensor(2)}}
+    else:
+        saved = {"model": weights, outer: states, "step": 2}
+    model, tx, state = load(write(tmp_path / "saved.pt", saved))
+    assert int(state.step) == 2
+    train = model.train_step(loss_fn, tx)
+    for number in range(2, 5):
+        expected = step(number)
+        state, metrics = train(state, {"x": ROWS[number][:, :6], "y": ROWS[number][:, 6:]})
+        assert float(metrics["loss"]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_states_that_are_not_of_one_adam_are_refused(tmp_path):
+    def saved(name, optimizer_of, change=lambda states: states):
+        net, optimizer, _ = optimizer_of
+        weights, states = get_state_dict(net, optimizer)
+        return save_torch(tmp_path / name, {"model": weights, "optimizer": change(dict(states))})
+
+    def without(states):
+        del states["state"]["0.bias"]["exp_avg_sq"]
+        return states
+
+    def later(states):
+        states["state"]["0.bias"]["step"] = torch.tensor(7.0)
+        return states
+
+    amsgrad = saved("amsgrad.pt", trained(amsgrad=True))
+    refuses(lambda: load(amsgrad), "amsgrad.pt", "optimizer.state.0.weight.max_exp_avg_sq")
+    momentum = saved("sgd.pt", trained(torch.optim.SGD, momentum=0.9))
+    refuses(lambda: load(momentum), "sgd.pt", "momentum_buffer", "get_optimizer_state_dict")
+    plain = trained(**ADAM)
+    numbered = save_torch(tmp_path / "ids.pt", {"model": plain[0].state_dict(), "optimizer": plain[1].state_dict()})
+    refuses(lambda: load(numbered), "ids.pt", "0.bias", "exp_avg")
+    refuses(lambda: load(saved("part.pt", trained(**ADAM), without)), "exp_avg_sq of 0.bias")
+    refuses(lambda: load(saved("later.pt", trained(**ADAM), later)), "later.pt", "0.bias: 7", ": 2")
+    weights = save_torch(tmp_path / "weights.pt", plain[0].state_dict())
+    refuses(lambda: load(weights), "weights.pt", "get_optimizer_state_dict")
+    good = saved("good.pt", trained(**ADAM))
+    refuses(lambda: load(good, optax.sgd(1e-2)), "mu.down.kernel (0)", "nu.down.kernel (0)", "optax.adamw")
+    refuses(lambda: load(good, optax.chain(adamw(), optax.adam(1.0))), "mu.down.kernel (2)")
+    _, tx, state = load(good)
+    jfsdp.checkpoint.save(tmp_path / "ours", state)
+    refuses(lambda: load(tmp_path / "ours"), "ours", "restore", "--resume")
+    averaged = optax.chain(adamw(), jfsdp.optim.track_ema(0.9))
+    with warning("good.pt", "ema.up.kernel"):
+        load(good, averaged)
+
+    def broken(found):
+        found["state"]["0.bias"]["exp_avg"] *= float("nan")
+        return found
+
+    refuses(lambda: load(saved("nan.pt", trained(**ADAM), broken)), "mu.up.bias: 8 of", "not finite")
