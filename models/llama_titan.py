@@ -23,7 +23,11 @@ def titan_names(config: LlamaConfig) -> dict[str, Any]:
     half = config.head_size // 2
     rotated = "in out -> out in" if config.qk_norm else f"in (heads pair=2 half={half}) -> (heads half pair) in"
     return {
-        glob: {"rules": _rules(where, head, rotated), "tied": {f"{head}.weight": "tok_embeddings.weight"}}
+        glob: {
+            "rules": _rules(where, head, rotated),
+            "ignored": ["*freqs*"],  # tables of older versions
+            "tied": {f"{head}.weight": "tok_embeddings.weight"},
+        }
         for glob, (where, head) in _FORMATS.items()
     }
 

@@ -11,14 +11,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import numpy as np
 
 from jfsdp.checkpoint.disk.logical_arrays import Stored, single_array
-from jfsdp.checkpoint.foreign.mapping import Imported, Names, Shapes, as_name_map
+from jfsdp.checkpoint.foreign.mapping import Imported, Names, Shapes, as_name_map, bind
+from jfsdp.checkpoint.foreign.torch_names import plain_name
 from jfsdp.checkpoint.source import Joined, Renamed, Source, read_whole
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.roles import Kind, Role
@@ -27,13 +28,16 @@ _STATE = re.compile(r"(?:(?P<optimizer>.*?)\.)?state\.(?P<name>.+)\.(?P<kind>\w+
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 
 
-def open_adam(source: Source, names: Names, leaves: Shapes, *, where: Any) -> tuple[Source, int]:
+def open_adam(
+    source: Source, names: Names, leaves: Shapes, trained: Collection[str], *, where: Any
+) -> tuple[Source, int]:
     """Find the states of Adam in a checkpoint. Reads only the steps.
 
     Args:
       source: all arrays of the checkpoint, under their own names.
       names: the mapping of parameter names.
-      leaves: the trained parameters of the model by name, with logical shapes.
+      leaves: the parameters of the model by name, with logical shapes.
+      trained: those that must have states; others may, and their states are ignored.
       where: the checkpoint's path.
 
     Returns:
@@ -71,10 +75,14 @@ def open_adam(source: Source, names: Names, leaves: Shapes, *, where: Any) -> tu
         raise ValueError(
             f"{where}: parameters were updated a different number of times ({examples}); optax counts once"
         )
-    moments, names = [], as_name_map(names).of(kinds["exp_avg"])
+    names, plain = as_name_map(names).of(kinds["exp_avg"]), {plain_name([name]) for name in kinds["exp_avg"]}
+    bound = bind(names, leaves).items()
+    present = {piece.leaf for name, piece in bound if not plain.isdisjoint((name, name.removeprefix(names.prefix)))}
+    wanted = {leaf: shape for leaf, shape in leaves.items() if leaf in trained or leaf in present}
+    moments = []
     for ours, theirs in _MOMENTS.items():
-        found_moments = Imported(Renamed(source, kinds[theirs]), names, leaves, where=f"{where}: {theirs}")
-        moments.append(Renamed(found_moments, {f"{ours}.{leaf}": leaf for leaf in leaves}))
+        of_leaves = Imported(Renamed(source, kinds[theirs]), names, wanted, where=f"{where}: {theirs}")
+        moments.append(Renamed(of_leaves, {f"{ours}.{leaf}": leaf for leaf in trained}))
     return Joined(*moments), next(iter(steps))
 
 

@@ -42,7 +42,7 @@ class Dims:
         Raises:
           ValueError: if a dim of ours is not a multiple of the sizes given for its parts.
         """
-        sizes = self._sizes(shape)
+        sizes = self.sizes_of(shape)
         return tuple(math.prod(sizes[name] for name in group) for group in self.theirs)
 
     def their_index(self, shape: Shape, index: Index) -> Index:
@@ -50,21 +50,21 @@ class Dims:
 
         Minor merged dims are read whole.
         """
-        return _index(self._sizes(shape), self.ours, self.theirs, index)
+        return _index(self.sizes_of(shape), self.ours, self.theirs, index)
 
     def to_ours(self, block: np.ndarray, shape: Shape, index: Index) -> np.ndarray:
         """Convert the block at `their_index` to the slice of our array; a view if possible."""
-        return _convert(block, self._sizes(shape), self.theirs, self.ours, index)
+        return _convert(block, self.sizes_of(shape), self.theirs, self.ours, index)
 
     def our_index(self, shape: Shape, index: Index) -> Index:
         """Return the smallest slice of our array that contains a slice of the checkpoint's."""
-        return _index(self._sizes(shape), self.theirs, self.ours, index)
+        return _index(self.sizes_of(shape), self.theirs, self.ours, index)
 
     def to_theirs(self, block: np.ndarray, shape: Shape, index: Index) -> np.ndarray:
         """Convert the block at `our_index` to the slice of the checkpoint's array; a view if possible."""
-        return _convert(block, self._sizes(shape), self.ours, self.theirs, index)
+        return _convert(block, self.sizes_of(shape), self.ours, self.theirs, index)
 
-    def _sizes(self, shape: Shape) -> dict[str, int]:
+    def sizes_of(self, shape: Shape) -> dict[str, int]:
         """Return the size of every name."""
         found = dict(self.sizes)
         for group, size in zip(self.ours, shape, strict=True):

@@ -153,8 +153,10 @@ def load_pretrained(
         raise ValueError(f"{adapter}: the model has no adapters; wrap it: jfsdp.lora(model, read_loras(...))")
 
     if optimizer and (adapters or is_checkpoint(path)):
-        reason = "the model has adapters" if adapters else "is a checkpoint of jfsdp; use restore (--resume)"
-        raise ValueError(f"{path}: optimizer=True (--init-optimizer) reads states of other libraries, but {reason}")
+        problem, remedy = "the model has adapters", "leave out --init-optimizer (optimizer=)"
+        if not adapters:
+            problem, remedy = "is a checkpoint of jfsdp", "restore it with its optimizer (--resume)"
+        raise ValueError(f"{path}: {problem}, and only states of other libraries' runs are read; {remedy}")
     slots = Slots(model.abstract_state(tx)) if optimizer else None
 
     source: Source
@@ -163,8 +165,9 @@ def load_pretrained(
     else:
         source = in_all(lambda: pretrained_source(path, names, leaves, config=config, key=key, training=optimizer))
     if slots is not None:
-        trained = {leaf.path: every[leaf.path] for leaf in model.layout.leaves if leaf.trainable}
-        moments, step = in_all(lambda: open_adam(foreign_source(path, "", training=True), names, trained, where=path))
+        trained = [leaf.path for leaf in model.layout.leaves if leaf.trainable]
+        run = in_all(lambda: foreign_source(path, "", training=True))
+        moments, step = in_all(lambda: open_adam(run, names, leaves, trained, where=path))
     if adapter is not None:
         source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters, leaves)))
     stored = [single_array(path, read[path], shape) for path, shape in model.leaf_shapes().items() if path in read]

@@ -2,8 +2,7 @@
 
 Needs the extra `torch`. Unpickles only what PyTorch loads with `weights_only=True`.
 
-Optimizer states are not converted. Their tensors can be read by name (`key="optimizer"`), but they belong to parameters
-by rules of PyTorch that mappings of names do not cover.
+With `key=""` a source also has the optimizer's states, under names that adam.py interprets.
 """
 
 from __future__ import annotations

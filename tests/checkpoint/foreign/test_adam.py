@@ -218,9 +218,12 @@ def test_states_that_are_not_of_one_adam_are_refused(tmp_path):
     good = saved("good.pt", trained(**ADAM))
     refuses(lambda: load(good, optax.sgd(1e-2)), "mu.down.kernel (0)", "nu.down.kernel (0)", "optax.adamw")
     refuses(lambda: load(good, optax.chain(adamw(), optax.adam(1.0))), "mu.down.kernel (2)")
-    _, tx, state = load(good)
+    _, _, state = load(good)
     jfsdp.checkpoint.save(tmp_path / "ours", state)
     refuses(lambda: load(tmp_path / "ours"), "ours", "restore", "--resume")
+    model = fully_shard(Net, mesh=mesh_of({"fsdp": 2}), min_size=4, frozen=("down",))
+    state = load_pretrained(good, model, adamw(), NAMES, optimizer=True)  # states of frozen parameters are ignored
+    assert {role.leaf for role in state.roles.arrays} == {None, "up.kernel", "up.bias"}
     averaged = optax.chain(adamw(), jfsdp.optim.track_ema(0.9))
     with warning("good.pt", "ema.up.kernel"):
         load(good, averaged)

@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 
+from jfsdp.checkpoint.foreign.dims import parse_dims
 from jfsdp.checkpoint.foreign.mapping import Exported, Imported, NameMap, as_name_map, bind
 from jfsdp.checkpoint.source import read_whole
 from tests.checkpoint.arrays import Arrays
@@ -154,3 +155,42 @@ def test_a_malformed_mapping_is_refused():
         (None, "None"),
     ):
         refuses(functools.partial(as_name_map, value), fact)
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        ("a b -> b a", (6, 4)),
+        ("d heads size -> (heads size) d", (3, 4, 5)),
+        ("in (heads pair=2 half=3) -> (heads half pair) in", (5, 24)),
+        ("(a b=2) c -> c b a", (6, 4)),
+        ("(a b=4) (c d=2) -> (c a) (b d)", (8, 6)),
+        ("a b (c d=3) -> (d a) b c", (2, 3, 6)),
+    ],
+)
+def test_slices_are_the_same_parts_in_both_orders_of_dims(dims, shape):
+    """Against einops' meaning of the text: the whole array, split, transposed and merged."""
+    dims = parse_dims(dims)
+    ours = np.arange(np.prod(shape)).reshape(shape)
+    sizes = dims.sizes_of(shape)
+    flat = [name for group in dims.ours for name in group]
+    split = ours.reshape([sizes[name] for name in flat])
+    order = [flat.index(name) for group in dims.theirs for name in group]
+    theirs = split.transpose(order).reshape(dims.their_shape(shape))
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        at = random_slices(rng, shape)
+        assert np.array_equal(dims.to_ours(theirs[dims.their_index(shape, at)], shape, at), ours[at])
+        at = random_slices(rng, theirs.shape)
+        assert np.array_equal(dims.to_theirs(ours[dims.our_index(shape, at)], shape, at), theirs[at])
+
+
+def random_slices(rng, shape):
+    ends = [sorted(rng.integers(0, size + 1, size=2)) for size in shape]
+    return tuple(slice(int(start), int(stop)) for start, stop in ends)
+
+
+def test_parts_of_a_dim_need_sizes_that_divide_it():
+    refuses(lambda: parse_dims("in (heads half) -> (half heads) in"), "(heads half) -> (half heads) in", "half=64")
+    refuses(lambda: parse_dims("a (b c=2) -> (c b) a").their_shape((3, 5)), "size 5", "[3, 5]", "c=2")
+    refuses(lambda: parse_dims("a (b=2 c=2) -> (c b) a").their_shape((3, 8)), "size 8", "b=2 c=2")
