@@ -3,7 +3,11 @@
 Source: torchtitan 0.3, `models/llama3/state_dict_adapter.py` and `models/qwen3/state_dict_adapter.py`.
 """
 
+from functools import partial
 from typing import Any
+
+import jax
+import numpy as np
 
 from .llama_config import LlamaConfig
 
@@ -25,6 +29,7 @@ def titan_names(config: LlamaConfig) -> dict[str, Any]:
     return {
         glob: {
             "rules": _rules(where, head, rotated),
+            "view": partial(Unfused, config),
             "ignored": ["*freqs*"],  # tables of older versions
             "tied": {f"{head}.weight": "tok_embeddings.weight"},
         }
@@ -49,3 +54,37 @@ def _rules(where: str, head: str, rotated: str) -> list[tuple[str, ...]]:
         ("norm.scale", "norm.weight"),
         ("lm_head.kernel", f"{head}.weight", "in out -> out in"),
     ]
+
+
+class Unfused:
+    """A checkpoint with wq, wk and wv in place of each fused wqkv, as states of the optimizer have it.
+
+    The rows of wqkv are, for each head of keys: its heads of queries, its keys, its values.
+    """
+
+    def __init__(self, config: LlamaConfig, source: Any):
+        self.source, self.size, group = source, config.head_size, config.num_heads // config.num_kv_heads
+        self.heads, self.arrays = group + 2, dict[str, Any]()
+        self.parts: dict[str, tuple[str, int, int]] = {}  # the fused array, the first head and the number of heads
+        for name, array in source.arrays.items():
+            if ".wqkv." not in name:
+                self.arrays[name] = array
+                continue
+            for part, first, number in (("wq", 0, group), ("wk", group, 1), ("wv", group + 1, 1)):
+                shape = array.shape[0] // self.heads * number, *array.shape[1:]
+                new = name.replace(".wqkv.", f".{part}.")
+                self.arrays[new] = jax.ShapeDtypeStruct(shape, array.dtype)
+                self.parts[new] = name, first, number
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Read one slice of one array."""
+        if name not in self.parts:
+            return self.source.read(name, index)
+        fused, first, number = self.parts[name]
+        rows, step = index[0], number * self.size
+        begin, end = rows.start // step, -(-rows.stop // step)
+        whole = slice(begin * self.heads * self.size, end * self.heads * self.size)
+        block = self.source.read(fused, (whole, *index[1:]))
+        heads = block.reshape(end - begin, self.heads, self.size, *block.shape[1:])[:, first : first + number]
+        found = heads.reshape((end - begin) * step, *block.shape[1:])
+        return found[rows.start - begin * step : rows.stop - begin * step]

@@ -75,13 +75,13 @@ def open_adam(
         raise ValueError(
             f"{where}: parameters were updated a different number of times ({examples}); optax counts once"
         )
-    names, plain = as_name_map(names).of(kinds["exp_avg"]), {plain_name([name]) for name in kinds["exp_avg"]}
-    bound = bind(names, leaves).items()
-    present = {piece.leaf for name, piece in bound if not plain.isdisjoint((name, name.removeprefix(names.prefix)))}
-    wanted = {leaf: shape for leaf, shape in leaves.items() if leaf in trained or leaf in present}
-    moments = []
+    names, moments = as_name_map(names), []
     for ours, theirs in _MOMENTS.items():
-        of_leaves = Imported(Renamed(source, kinds[theirs]), names, wanted, where=f"{where}: {theirs}")
+        chosen, view = names.apply(Renamed(source, kinds[theirs]))
+        plain, bound = {plain_name([name]) for name in view.arrays}, bind(chosen, leaves).items()
+        present = {x.leaf for name, x in bound if not plain.isdisjoint((name, name.removeprefix(chosen.prefix)))}
+        wanted = {leaf: shape for leaf, shape in leaves.items() if leaf in trained or leaf in present}
+        of_leaves = Imported(view, chosen, wanted, where=f"{where}: {theirs}")
         moments.append(Renamed(of_leaves, {f"{ours}.{leaf}": leaf for leaf in trained}))
     return Joined(*moments), next(iter(steps))
 

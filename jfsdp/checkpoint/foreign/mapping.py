@@ -15,7 +15,7 @@ import fnmatch
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +46,7 @@ class NameMap:
       prefix: beginning of most names in checkpoints, which may be missing from all (`transformer.` of GPT-2).
       from_config: `f(config.json as a dict) -> fields of the job's config`; refuses what the model cannot compute.
       to_config: `f(the job's config, seq_len) -> config.json as a dict`.
+      view: `f(source) -> source` to which the rules apply, if one array of a checkpoint becomes several of the model's.
       others: mappings for other formats, by a glob; the first whose glob matches a name in a checkpoint applies to it.
 
     Raises:
@@ -58,6 +59,7 @@ class NameMap:
     prefix: str = ""
     from_config: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
     to_config: Callable[[Any, int], Mapping[str, Any]] | None = None
+    view: Callable[[Source], Source] | None = None
     others: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -71,11 +73,11 @@ class NameMap:
             for dims in parts[2:]:
                 parse_dims(dims)
 
-    def of(self, arrays: Iterable[str]) -> NameMap:
-        """Return the mapping for a checkpoint with these names: one of `others`, or this one."""
-        plain = [plain_name([name]) for name in arrays]
-        fitting = (other for glob, other in self.others.items() if fnmatch.filter(plain, glob))
-        return as_name_map(next(fitting, self))
+    def apply(self, source: Source) -> tuple[NameMap, Source]:
+        """Return the mapping for a checkpoint, which is one of `others` or this one, and the checkpoint's view."""
+        plain = [plain_name([name]) for name in source.arrays]
+        chosen = as_name_map(next((x for glob, x in self.others.items() if fnmatch.filter(plain, glob)), self))
+        return chosen, source if chosen.view is None else chosen.view(source)
 
 
 Names = NameMap | Mapping[str, Any] | None  # None (a job without a mapping) is refused

@@ -88,8 +88,7 @@ def pretrained_source(
       ValueError: if files are missing or damaged, `config.json` describes another model or one that this architecture
         cannot compute, or weights are missing or extra. Messages name path and remedy.
     """
-    source = foreign_source(path, key, training=training)
-    names = as_name_map(names).of(source.arrays)
+    names, source = as_name_map(names).apply(foreign_source(path, key, training=training))
     may_lack = not isinstance(source, SafetensorsSource) and not _config_file(path).is_file()
     if config is not None and names.from_config is not None and not may_lack:
         _compare(path, names, pretrained_fields(path, names), config, CONFIG)

@@ -15,9 +15,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import jfsdp
 from jfsdp.checkpoint.foreign.deepspeed import DeepSpeedSource
+from jfsdp.checkpoint.foreign.mapping import Exported, Imported, as_name_map
 from jfsdp.checkpoint.foreign.pretrained import fit_job, foreign_source, load_pretrained
 from jfsdp.checkpoint.source import read_whole
+from jfsdp.modules.adapt import as_model
 from jfsdp.trainer.job import load_job
+from tests.checkpoint.arrays import Arrays, arrays_of
+from tests.checkpoint.foreign.test_mapping import random_slices
 from tests.checkpoint.foreign.test_torch import write_dcp
 from tests.refusals import refuses, warning
 from tests.steps import fully_shard
@@ -49,11 +53,17 @@ def tokens(step):
     return np.random.default_rng(step).integers(19, size=(4, 9)).astype(np.int32)
 
 
-def losses_after(name, form, path=None):
-    path = path or THEIRS / name
-    job = fit_job(load_job("llama-tiny", None), path, {})
-    model, tx = sharded(job, **FORMS[form], frozen=FROZEN[name]), adamw(job.decay_mask)
-    state = load_pretrained(path, model, tx, job.pretrained, config=job.config, optimizer=True)
+TITAN = {"vocab_size": 19, "dim": 16, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "ffn_dim": 20}
+TITAN |= {"norm_eps": 1e-5, "rope_theta": 10_000.0}
+
+
+def titan_job(**fields):
+    return load_job("llama-tiny", None).with_config(**{**TITAN, **fields})
+
+
+def losses_after(name, job, tx, form, frozen=()):
+    model = sharded(job, **FORMS[form], frozen=frozen)
+    state = load_pretrained(THEIRS / name, model, tx, job.pretrained, config=job.config, optimizer=True)
     assert int(state.step) == 3
     counts = [int(x) for role, x in zip(state.roles.arrays, jax.tree.leaves(state.opt_state)) if "count" in role.name]
     assert counts == [3, 3]  # of Adam, and of the schedule
@@ -67,7 +77,57 @@ def losses_after(name, form, path=None):
 
 @pytest.mark.parametrize(("name", "form"), [*zip(FROZEN, FORMS)])
 def test_a_run_of_deepspeed_continues_with_its_losses(name, form):
-    assert losses_after(name, form) == pytest.approx(LOSSES[name], abs=3e-6)
+    job = fit_job(load_job("llama-tiny", None), THEIRS / name, {})
+    found = losses_after(name, job, adamw(job.decay_mask), form, FROZEN[name])
+    assert found == pytest.approx(LOSSES[name], abs=3e-6)
+
+
+@pytest.mark.parametrize(("form", "stacked"), [("full_shard on 4", True), ("zero1", False)])
+def test_a_run_of_torchtitan_continues_with_its_losses(form, stacked):
+    """With fused projections, whose states the optimizer keeps fused, and another order of rotary elements."""
+    found = losses_after("torchtitan", titan_job(stacked=stacked), adamw(), form)
+    assert found == pytest.approx(LOSSES["torchtitan"], abs=3e-6)
+
+
+def permuted(rows, heads):
+    """As `_reverse_permute` of torchtitan's adapters."""
+    return rows.reshape(heads, 2, -1, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_slices_of_weights_of_meta_and_of_fused_states_are_those_of_hugging_face(fused):
+    """`apply` gives the same leaves as the rules for Hugging Face, in any slice."""
+    names = as_name_map(titan_job().pretrained)
+    leaves = as_model(titan_job().model).params
+    rng = np.random.default_rng(0)
+    ours = {name: rng.normal(size=x.shape).astype(np.float32) for name, x in leaves.items()}
+    hf = arrays_of(Exported(Arrays(ours), names))
+    theirs = {"tok_embeddings.weight": hf["model.embed_tokens.weight"], "norm.weight": hf["model.norm.weight"]}
+    theirs |= {"output.weight": hf["lm_head.weight"], "rope.freqs": np.zeros(2, np.float32)}
+    if fused:
+        theirs["lm_head.weight"] = theirs.pop("output.weight")
+    for layer in range(TITAN["num_layers"]):
+        of = {name.split(f"layers.{layer}.")[1]: x for name, x in hf.items() if f"layers.{layer}." in name}
+        to = f"layers.{layer}"
+        q, k = (permuted(of[f"self_attn.{x}_proj.weight"], heads) for x, heads in (("q", 4), ("k", 2)))
+        v = of["self_attn.v_proj.weight"]
+        if fused:
+            parts = [x.reshape(2, -1, 4, 16) for x in (q, k, v)]
+            theirs[f"{to}.attention.qkv_linear.wqkv.weight"] = np.concatenate(parts, 1).reshape(-1, 16)
+        else:
+            theirs |= {f"{to}.attention.w{x}.weight": y for x, y in (("q", q), ("k", k), ("v", v))}
+        theirs[f"{to}.attention.wo.weight"] = of["self_attn.o_proj.weight"]
+        theirs |= {f"{to}.feed_forward.w{i}.weight": of[f"mlp.{x}_proj.weight"] for i, x in ((1, "gate"), (3, "up"))}
+        theirs[f"{to}.feed_forward.w2.weight"] = of["mlp.down_proj.weight"]
+        theirs[f"{to}.attention_norm.weight"] = of["input_layernorm.weight"]
+        theirs[f"{to}.ffn_norm.weight"] = of["post_attention_layernorm.weight"]
+    chosen, view = names.apply(Arrays(theirs))
+    found = Imported(view, chosen, leaves)
+    for name, value in ours.items():
+        assert np.array_equal(read_whole(found, name), value), name
+        for _ in range(20):
+            at = random_slices(rng, value.shape)
+            assert np.array_equal(found.read(name, at), value[at]), (name, at)
 
 
 @pytest.mark.parametrize("name", FROZEN)
