@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,12 +17,12 @@ from jfsdp.engine.engine import Engine, to_device
 from jfsdp.engine.unit import Arrays
 from jfsdp.engine.xla import XlaEngine
 from jfsdp.layout.layout import Layout
-from jfsdp.layout.leaf import DEVICE
+from jfsdp.layout.leaf import DEVICE, Leaf
 from jfsdp.layout.loss_scale import LossScale, ScaleState
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.report import show_bytes
 from jfsdp.train.update.optimizer import ShardedOptimizer
-from jfsdp.train.update.roles import Roles
+from jfsdp.train.update.roles import Role, Roles
 
 
 @jax.tree_util.register_dataclass
@@ -140,20 +140,32 @@ def trainable(layout: Layout, values: Mapping[str, Any]) -> dict[str, Any]:
     return {path: value for path, value in values.items() if layout.by_path[path].trainable}
 
 
-def state_shardings(layout: Layout, mesh: Any, abstract_state: TrainState) -> TrainState:
-    """Return the sharding of every array of a state, as a state."""
-    whole = NamedSharding(mesh, PartitionSpec())
+def by_array(
+    state: TrainState, other: Any, of_leaf: Callable[[Leaf, str], Any], of_role: Callable[[Role], Any]
+) -> TrainState:
+    """Return a value for every array of a state, as a state.
+
+    Args:
+      other: the value for counters, model state and loss scale.
+      of_leaf: returns the value for a leaf at a stage.
+      of_role: returns the value for an array of the optimizer.
+    """
 
     def stage(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-        return {path: layout.sharding(mesh, layout.by_path[path], name) for path in values}
+        return {path: of_leaf(state.layout.by_path[path], name) for path in values}
 
     return dataclasses.replace(
-        jax.tree.map(lambda _: whole, abstract_state),
-        params=stage(abstract_state.params, "param"),
-        work=stage(abstract_state.work, "work"),
-        opt_state=abstract_state.roles.shardings(layout, mesh, abstract_state.opt_state),
-        layout=layout,
+        jax.tree.map(lambda _: other, state),
+        params=stage(state.params, "param"),
+        work=stage(state.work, "work"),
+        opt_state=state.roles.map(lambda role, _: of_role(role), state.opt_state),
     )
+
+
+def state_shardings(layout: Layout, mesh: Any, abstract_state: TrainState) -> TrainState:
+    """Return the sharding of every array of a state, as a state."""
+    state, whole = dataclasses.replace(abstract_state, layout=layout), NamedSharding(mesh, PartitionSpec())
+    return by_array(state, whole, functools.partial(layout.sharding, mesh), lambda role: role.sharding(layout, mesh))
 
 
 def state_memories(state: TrainState) -> TrainState:
@@ -161,17 +173,7 @@ def state_memories(state: TrainState) -> TrainState:
 
     Shardings may lack it: JAX (0.10.2, 0.12) drops the memory kind on devices of a topology.
     """
-    layout = state.layout
-
-    def stage(values: Mapping[str, Any], name: str) -> dict[str, Any]:
-        return {path: layout.by_path[path].stage(name).memory for path in values}
-
-    return dataclasses.replace(
-        jax.tree.map(lambda _: DEVICE, state),
-        params=stage(state.params, "param"),
-        work=stage(state.work, "work"),
-        opt_state=state.roles.map(lambda role, _: role.memory, state.opt_state),
-    )
+    return by_array(state, DEVICE, lambda leaf, stage: leaf.stage(stage).memory, lambda role: role.memory)
 
 
 def abstract_state(

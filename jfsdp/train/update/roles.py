@@ -74,6 +74,12 @@ class Role:
     def spec(self) -> PartitionSpec:
         return make_spec(len(self.shape), self.cuts, self.dim, self.axes)
 
+    def sharding(self, layout: Layout, mesh: Any) -> NamedSharding:
+        """Return the sharding of the array; moments of a parameter have that of its stage `opt`."""
+        if self.kind is Kind.PARAMETER:
+            return layout.sharding(mesh, layout.by_path[self.leaf or ""], "opt")
+        return layout.named_sharding(mesh, self.spec)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Roles:
@@ -95,16 +101,6 @@ class Roles:
         """Return `fn(role, array)` for every array of a state, as a state."""
         arrays, tree = jax.tree.flatten(opt_state)
         return jax.tree.unflatten(tree, [fn(*pair) for pair in zip(self.arrays, arrays, strict=True)])
-
-    def shardings(self, layout: Layout, mesh: Any, opt_state: Any) -> Any:
-        """Return the sharding of every array of a state, as a state."""
-
-        def sharding(role: Role, _: Any) -> NamedSharding:
-            if role.kind is Kind.PARAMETER:
-                return layout.sharding(mesh, layout.by_path[role.leaf or ""], "opt")
-            return layout.named_sharding(mesh, role.spec)
-
-        return self.map(sharding, opt_state)
 
 
 def abstract_opt_state(layout: Layout, tree: ParamTree, tx: optax.GradientTransformation) -> tuple[Any, Roles]:

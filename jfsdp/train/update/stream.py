@@ -14,7 +14,6 @@ that several parameters share (a norm, a counter) are evaluated for the first of
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,7 +22,7 @@ import jax
 from jfsdp.engine.driver.program import eval_eqn, inline_jits, is_jit, read
 from jfsdp.engine.engine import is_on_host, to_device
 from jfsdp.jaxprs import is_literal
-from jfsdp.train.state import TrainState
+from jfsdp.train.state import TrainState, by_array
 
 WINDOW = 2
 
@@ -62,12 +61,7 @@ def _like_memory(old: jax.Array, new: jax.Array) -> jax.Array:
 
 def _owners(state: TrainState) -> TrainState:
     """Return the parameter that each array of a state belongs to ("" for none), as a state."""
-    return dataclasses.replace(
-        jax.tree.map(lambda _: "", state),
-        params={path: path for path in state.params},
-        work={path: path for path in state.work},
-        opt_state=state.roles.map(lambda role, _: role.leaf or "", state.opt_state),
-    )
+    return by_array(state, "", lambda leaf, _: leaf.path, lambda role: role.leaf or "")
 
 
 class _Reader:
