@@ -113,15 +113,17 @@ class Checkpointer:
 
     def _prepare(self, step: int) -> None:
         """Check the step, and lock the directory."""
-        latest = self.latest()
+        steps = self.steps()
         if self._lock is not None and not self.directory.exists():
             raise FileNotFoundError(errno.ENOENT, "was removed while a run saved to it", str(self.directory))
-        if step in self.steps():
+        if step in steps:
             raise ValueError(
                 f"checkpoint {self.directory / str(step)}: already exists and is not overwritten; save another step"
             )
-        if latest is not None and step < latest:
-            raise ValueError(f"checkpoint {self.directory}: step {step} is older than {latest}; move later steps away")
+        if steps and step < steps[-1]:
+            raise ValueError(
+                f"checkpoint {self.directory}: step {step} is older than {steps[-1]}; move later ones away"
+            )
         self.remove_unfinished()
 
     def remove_unfinished(self) -> None:

@@ -134,13 +134,12 @@ class Writer:
 
     def close(self) -> None:
         """Wait, and stop the threads. An unfinished checkpoint is removed."""
+        is_complete = False
         try:
-            if not self.wait():
-                self.remove_unfinished()
-        except Exception:
-            self.remove_unfinished()
-            raise
+            is_complete = self.wait()
         finally:
+            if not is_complete:
+                self.remove_unfinished()
             self.stop()
 
     def stop(self) -> None:

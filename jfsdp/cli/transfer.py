@@ -117,15 +117,18 @@ class Export(_ModelOptions):
     """Write NaN and infinite values too."""
 
     def run(self) -> int:
+        source = open_checkpoint(find_checkpoint(self.path))
+        stored = {name: found for name in ("config", "pretrained") if isinstance(found := source.stated(name), dict)}
+        has_adapters = bool((source.manifest["layout"] or {}).get("adapters"))
+        write = self._write_adapters if has_adapters else self._write_weights
+        written = write(source, _find_job(self, stored), stored)
+        _print_written(self, source.path, written, _copy_model_files(stored.get("config", {}), written.directory))
+        return 0
+
+    def _write_weights(self, source: CheckpointSource, job: Job, stored: dict[str, Any]) -> Written:
         from jfsdp.checkpoint.foreign.export import MEMORY_BYTES, export_safetensors
         from jfsdp.checkpoint.foreign.pretrained import config_json, our_parameters
 
-        path = find_checkpoint(self.path)
-        source = open_checkpoint(path)
-        stored = {name: found for name in ("config", "pretrained") if isinstance(found := source.stated(name), dict)}
-        job = _find_job(self, stored)
-        if (source.manifest["layout"] or {}).get("adapters"):
-            return self._export_adapters(source, job)
         config = stored.get("pretrained")
         if config is None and as_name_map(job.pretrained).to_config is not None:
             config = config_json(job.pretrained, job.config, self.max_length or job.seq_len)
@@ -133,15 +136,14 @@ class Export(_ModelOptions):
             print("note: the name mapping has no to_config, so no config.json is written", file=sys.stderr)
         elif self.max_length is not None:
             config = _with_length(config, self.max_length)
-        run = stored.get("config") or {}
-        if config is not None and (tokenizer := _find_tokenizer(run)) is not None:
+        if config is not None and (tokenizer := _find_tokenizer(stored.get("config", {}))) is not None:
             config = {"eos_token_id": tokenizer.eod_id} | config
         with progress_of(self.json, "reading", 4 * STREAM_BYTES, None):
-            source = our_parameters(path, _leaves(job), averages=self.ema, cache_bytes=STREAM_BYTES)
+            weights = our_parameters(source.path, _leaves(job), averages=self.ema, cache_bytes=STREAM_BYTES)
         bound = 6 * STREAM_BYTES + MEMORY_BYTES
-        with progress_of(self.json, "exporting", bound, total_bytes(source.arrays.values())) as progress:
-            written = export_safetensors(
-                Watched(source, progress),
+        with progress_of(self.json, "exporting", bound, total_bytes(weights.arrays.values())) as progress:
+            return export_safetensors(
+                Watched(weights, progress),
                 on_disk(self.target, "TARGET"),
                 job.pretrained,
                 config=config,
@@ -149,11 +151,8 @@ class Export(_ModelOptions):
                 max_shard_bytes=int(self.max_shard_gb * 1e9),
                 allow_nonfinite=self.allow_nonfinite,
             )
-        copied = _copy_model_files(run, written.directory)
-        _print_written(self, path, written, copied)
-        return 0
 
-    def _export_adapters(self, source: CheckpointSource, job: Job) -> int:
+    def _write_adapters(self, source: CheckpointSource, job: Job, stored: dict[str, Any]) -> Written:
         """Write the adapters of a checkpoint for PEFT. The base model is the run's --init-from."""
         from jfsdp.checkpoint.foreign.peft import write_peft
         from jfsdp.checkpoint.foreign.pretrained import find_averages
@@ -168,23 +167,19 @@ class Export(_ModelOptions):
                 f"{source.path}: is a converted checkpoint without {names[0]}, which its layout requires; export the "
                 "checkpoint that it was made from"
             )
-        stored = {f"params.{name}": f"params.{name}" for name in names}
-        stored |= find_averages(source, stored) if self.ema else {}
-        source.check(list(stored.values()))
-        written = write_peft(
-            Renamed(source, {name: stored[f"params.{name}"] for name in names}),
+        arrays = {f"params.{name}": f"params.{name}" for name in names}
+        arrays |= find_averages(source, arrays) if self.ema else {}
+        source.check(list(arrays.values()))
+        return write_peft(
+            Renamed(source, {name: arrays[f"params.{name}"] for name in names}),
             on_disk(self.target, "TARGET"),
             job.pretrained,
             adapters,
             _leaves(job),
-            base=source.stated("config", "init_from"),
+            base=stored.get("config", {}).get("init_from"),
             dtype=self.dtype,
             allow_nonfinite=self.allow_nonfinite,
         )
-        run = source.stated("config")
-        copied = _copy_model_files(run if isinstance(run, dict) else {}, written.directory)
-        _print_written(self, source.path, written, copied)
-        return 0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -142,14 +142,11 @@ def read_manifest(path: Any) -> dict[str, Any]:
 
 
 def step_paths(directory: AnyPath) -> list[Any]:
-    """List the complete steps of a run, oldest first."""
+    """List the complete steps of a run, oldest first: on disk by their names, in an object store by their COMMIT."""
     named = (path for path in directory.glob("*") if path.name.isdecimal() and path.name == str(int(path.name)))
-    return sorted((path for path in named if is_complete(path)), key=lambda path: int(path.name))
-
-
-def is_complete(path: AnyPath) -> bool:
-    """Return whether a step that was found is a checkpoint: on disk by its name, in an object store by its COMMIT."""
-    return (path / COMMIT).is_file() if isinstance(path, ObjectPath) else path.is_dir()
+    in_store = isinstance(directory, ObjectPath)
+    complete = (path for path in named if ((path / COMMIT).is_file() if in_store else path.is_dir()))
+    return sorted(complete, key=lambda path: int(path.name))
 
 
 def file_sizes(path: AnyPath) -> dict[str, int]:

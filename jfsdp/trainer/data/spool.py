@@ -9,7 +9,6 @@ share it, and a resumed run finds it. Token files are not copied, since a docume
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import gzip
@@ -90,18 +89,17 @@ def _copy(path: AnyPath, source: Any, target: IO[bytes], text_field: str | None)
         for row in _rows(path, source, text_field):
             target.write(json.dumps(row, ensure_ascii=False, default=str).encode("utf-8", "surrogatepass") + b"\n")
         return
-    with contextlib.ExitStack() as stack:
-        if path.suffix == ".gz":
-            source = stack.enter_context(gzip.GzipFile(fileobj=source))
-        elif path.suffix == ".zst":
-            pa = load("pyarrow", "data")
-            source = stack.enter_context(pa.CompressedInputStream(pa.PythonFile(source), "zstd"))
-        try:
-            shutil.copyfileobj(source, target, _BYTES)
-        except (EOFError, zlib.error, ValueError, OSError) as error:
-            if getattr(error, "errno", None) is not None:  # of a disk or a store; those of gzip and pyarrow have none
-                raise
-            raise ValueError(f"{path}: cannot be decompressed ({error}); copy it again, or leave it out") from error
+    if path.suffix == ".gz":
+        source = gzip.GzipFile(fileobj=source)
+    elif path.suffix == ".zst":
+        pa = load("pyarrow", "data")
+        source = pa.CompressedInputStream(pa.PythonFile(source), "zstd")
+    try:
+        shutil.copyfileobj(source, target, _BYTES)
+    except (EOFError, zlib.error, ValueError, OSError) as error:
+        if getattr(error, "errno", None) is not None:  # of a disk or a store; those of gzip and pyarrow have none
+            raise
+        raise ValueError(f"{path}: cannot be decompressed ({error}); copy it again, or leave it out") from error
 
 
 def _rows(path: AnyPath, source: Any, text_field: str | None) -> Iterator[dict[str, Any]]:

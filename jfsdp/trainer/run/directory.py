@@ -109,17 +109,12 @@ def check_new(run_dir: RunDir) -> None:
     Raises:
       ValueError: if it has checkpoints or metrics.
     """
-    steps = checkpoint_steps(run_dir)
-    if steps:
+    steps, metrics = checkpoint_steps(run_dir), run_dir / "metrics.jsonl"
+    if steps or (metrics.exists() and metrics.stat().st_size):
+        found = f"a run with checkpoints up to step {steps[-1]}" if steps else "metrics of a run without checkpoints"
         raise ValueError(
-            f"run directory {str(run_dir)!r} holds a run with checkpoints up to step {steps[-1]}; continue it with "
-            "--resume, or name another directory with --run-dir"
-        )
-    metrics = run_dir / "metrics.jsonl"
-    if metrics.exists() and metrics.stat().st_size:
-        raise ValueError(
-            f"run directory {str(run_dir)!r} holds metrics of a run without checkpoints; start it again with --resume, "
-            "or name another directory with --run-dir"
+            f"run directory {str(run_dir)!r} holds {found}; continue it with --resume, or name another directory with "
+            "--run-dir"
         )
 
 
