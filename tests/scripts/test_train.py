@@ -11,6 +11,7 @@ import typing
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 
 from jfsdp.launch.watch import Watch
@@ -370,6 +371,27 @@ def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, op
         assert {name: stated[name] for name in theirs} == theirs, "what no model computes with is kept for an export"
     else:
         assert stated["max_position_embeddings"] == 32
+
+
+def test_a_run_of_deepspeed_continues_with_its_next_step(tmp_path, serve):
+    tokens = np.random.default_rng(0).integers(18, size=4000).astype(np.uint16)
+    (tmp_path / "tokens.bin").write_bytes(tokens.tobytes())
+    (tmp_path / "tokens.bin.json").write_text('{"dtype": "uint16", "eod_id": 18}')
+    theirs = ROOT / "tests" / "checkpoint" / "foreign" / "theirs" / "zero1"
+    given = ["--model", "llama-tiny", "--init-from", theirs, "--init-optimizer", "--data", tmp_path / "tokens.bin"]
+    given += ["--seq-len", 8, "--batch-per-device", 4, "--eval-fraction", 0, "--log-every", 1]
+    given += ["--lr-schedule", "linear", "--warmup", 0, "--min-learning-rate", 0, "--run-dir", tmp_path / "run"]
+    done = serve(*given, "--steps", 3)
+    assert done.returncode == 2 and not (tmp_path / "run").exists(), done.stderr
+    check_facts(done.stderr, "--init-optimizer", "3 steps", "--steps")
+    done = serve(*given, "--steps", 5, "--decay-steps", 10, "--learning-rate", 1e-2)
+    assert done.returncode == 0, done.stderr
+    lines = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in lines] == [4, 5]
+    assert [line["learning_rate"] for line in lines] == pytest.approx([7e-3, 6e-3])
+    done = serve(*given, "--steps", 6, "--resume", "--learning-rate", 1e-2)
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [4, 5, 6]
 
 
 def test_a_resumed_run_says_of_its_weights_what_it_said_before_or_what_they_say(tmp_path):

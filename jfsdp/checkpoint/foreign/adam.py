@@ -52,7 +52,7 @@ def open_adam(
         if match := _STATE.fullmatch(name):
             kinds = found.setdefault(match["optimizer"] or "", {})
             kinds.setdefault(match["kind"], {})[match["name"]] = name
-    optimizers = {optimizer: kinds for optimizer, kinds in found.items() if "exp_avg" in kinds}
+    optimizers = {x: kinds for x, kinds in found.items() if not all(map(str.isdigit, kinds.get("exp_avg", ())))}
     if len(optimizers) != 1:
         others = sorted({kind for kinds in found.values() for kind in kinds})
         has = f"{len(optimizers)} ({', '.join(optimizers)})" if optimizers else f"none (states: {others[:8]})"
@@ -80,7 +80,10 @@ def open_adam(
         chosen, view = names.apply(Renamed(source, kinds[theirs]))
         plain, bound = {plain_name([name]) for name in view.arrays}, bind(chosen, leaves).items()
         present = {x.leaf for name, x in bound if not plain.isdisjoint((name, name.removeprefix(chosen.prefix)))}
-        wanted = {leaf: shape for leaf, shape in leaves.items() if leaf in trained or leaf in present}
+        if lacking := [leaf for leaf in trained if leaf not in present]:
+            problem = f"has no {theirs} of {lacking[0]} (and {len(lacking) - 1} more), which are trained here"
+            raise ValueError(f"{where}: {problem}; freeze them as in that run (frozen=), or train without its states")
+        wanted = {leaf: shape for leaf, shape in leaves.items() if leaf in present}
         of_leaves = Imported(view, chosen, wanted, where=f"{where}: {theirs}")
         moments.append(Renamed(of_leaves, {f"{ours}.{leaf}": leaf for leaf in trained}))
     return Joined(*moments), next(iter(steps))
