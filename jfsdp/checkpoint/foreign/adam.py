@@ -65,7 +65,7 @@ def open_adam(
         if kind not in ("exp_avg", "exp_avg_sq", "step"):
             some = next(iter(kinds[kind].values()))
             raise ValueError(
-                f"{where}: {some} is no state of Adam (amsgrad, or another optimizer); leave out the states"
+                f"{where}: {some} is not a state of Adam (amsgrad, or another optimizer); leave out the states"
             )
         if lacking := sorted({*kinds["exp_avg"]} - {*kinds.get(kind, ())}):
             raise ValueError(f"{where}: has no {kind} of {lacking[0]} (and {len(lacking) - 1} more); save it again")
