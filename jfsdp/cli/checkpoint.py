@@ -22,16 +22,7 @@ from jfsdp.checkpoint.foreign.safetensors import SafetensorsSource
 from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.source import PIECE_BYTES, Watched, subset, total_bytes
 from jfsdp.checkpoint.verify import MEMORY_BYTES, verify
-from jfsdp.cli.console import (
-    BROKEN,
-    Reporting,
-    make_console,
-    make_table,
-    print_facts,
-    print_verdict,
-    print_wrapped,
-    progress_of,
-)
+from jfsdp.cli.console import BROKEN, Reporting, make_console, make_table, print_facts, print_verdict, print_wrapped
 from jfsdp.cli.transfer import Convert, Export, Globs, Import, Merge, PathArgument, Unmerge
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.report import show_bytes
@@ -78,7 +69,7 @@ class Verify(Reporting):
     def run(self) -> int:
         paths = find_checkpoints(self.path)
         results: dict[str, Any] = {}
-        with progress_of(self.json, "verifying", MEMORY_BYTES, 2 * sum(map(bytes_below, paths))) as progress:
+        with self.progress_of("verifying", MEMORY_BYTES, 2 * sum(map(bytes_below, paths))) as progress:
             for path in paths:
                 results[str(path)] = verify(path, progress=progress)
         found = {path: dataclasses.asdict(verified) for path, verified in results.items()}
@@ -108,7 +99,7 @@ class Diff(Reporting):
         if self.only:
             sources = [subset(source, select_leaves("only", self.only, source.arrays, {})) for source in sources]
         total = sum(total_bytes(source.arrays.values()) for source in sources)
-        with progress_of(self.json, "comparing", 2 * STREAM_BYTES + 24 * PIECE_BYTES, total) as progress:
+        with self.progress_of("comparing", 2 * STREAM_BYTES + 24 * PIECE_BYTES, total) as progress:
             found = diff(*(Watched(source, progress) for source in sources))
         self.report(dataclasses.asdict(found), lambda: _print_differences(found))
         return 0 if found.is_empty else BROKEN

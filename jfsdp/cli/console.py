@@ -1,4 +1,4 @@
-"""Console output of subcommands: tables, verdicts and progress."""
+"""Console output of subcommands: results, progress, tables and verdicts."""
 
 from __future__ import annotations
 
@@ -32,6 +32,41 @@ class Reporting(Options):
     def report(self, found: Any, show: Callable[[], Any]) -> None:
         """Print the result as JSON, or call `show`."""
         print(json.dumps(_finite(found), indent=1)) if self.json else show()
+
+    @contextlib.contextmanager
+    def progress_of(
+        self, what: str, memory_bytes: int, total_bytes: int | None
+    ) -> Iterator[Callable[[str, int], None]]:
+        """Print the memory limit of an operation, and show its progress, on stderr; nothing with `json`.
+
+        Args:
+          total_bytes: of the whole operation; None: unknown.
+
+        Returns:
+          `f(name, num_bytes)`, to be called for each finished item, from any thread.
+        """
+        if self.json:
+            yield lambda name, num_bytes: None
+            return
+        print(
+            f"{what}: takes at most {memory_bytes / GIB:.2f} GiB of memory besides the program itself", file=sys.stderr
+        )
+        with Progress(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total_bytes)
+            yield lambda name, num_bytes: bar.update(task, advance=num_bytes, description=name[-60:])
+
+    @contextlib.contextmanager
+    def phases(self) -> Iterator[Callable[[str], None]]:
+        """Show the current phase on stderr, if it is a terminal; nothing with `json`.
+
+        Returns:
+          `f(text)`, to be called at the beginning of each phase.
+        """
+        if self.json or not sys.stderr.isatty():
+            yield lambda text: None
+            return
+        with Console(stderr=True).status("starting") as status:
+            yield lambda text: status.update(text)
 
 
 def _finite(value: Any) -> Any:
@@ -79,39 +114,3 @@ def print_wrapped(text: str, *, stderr: bool = False) -> None:
 def print_verdict(console: Any, is_good: bool, verdict: str, rest: str) -> None:
     """Print a command's verdict, green or red on a terminal, and further text."""
     console.print(Text.assemble((verdict, f"bold {'green' if is_good else 'red'}"), f"  {rest}"))
-
-
-@contextlib.contextmanager
-def progress_of(
-    is_quiet: bool, what: str, memory_bytes: int, total_bytes: int | None
-) -> Iterator[Callable[[str, int], None]]:
-    """Print the memory limit of an operation, and show its progress, on stderr.
-
-    Args:
-      is_quiet: print nothing; for JSON.
-      total_bytes: of the whole operation; None: unknown.
-
-    Returns:
-      `f(name, num_bytes)`, to be called for each finished item, from any thread.
-    """
-    if is_quiet:
-        yield lambda name, num_bytes: None
-        return
-    print(f"{what}: takes at most {memory_bytes / GIB:.2f} GiB of memory besides the program itself", file=sys.stderr)
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=total_bytes)
-        yield lambda name, num_bytes: bar.update(task, advance=num_bytes, description=name[-60:])
-
-
-@contextlib.contextmanager
-def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """Show the current phase on stderr, if it is a terminal.
-
-    Returns:
-      `f(text)`, to be called at the beginning of each phase.
-    """
-    if quiet or not sys.stderr.isatty():
-        yield lambda text: None
-        return
-    with Console(stderr=True).status("starting") as status:
-        yield lambda text: status.update(text)

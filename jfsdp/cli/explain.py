@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
-from jfsdp.cli.console import Reporting, make_console, make_table, print_verdict, progress
+from jfsdp.cli.console import Reporting, make_console, make_table, print_verdict
 from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.lint import LayoutWarning, advise
 from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards
@@ -39,7 +39,7 @@ class Explain(Reporting, ShardingOptions):
     def run(self) -> int:
         from jfsdp.train.state_bytes import explain_to_dict
 
-        with progress(quiet=self.json) as report:
+        with self.phases() as report:
             report(f"tracing {self.model or self.factory} and its step")
             state, program = self._abstract()
         table = explain_to_dict(state)

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jfsdp.cli.console import Reporting, progress
+from jfsdp.cli.console import Reporting
 from jfsdp.cli.report import GB, GIB, print_estimate, print_inference, print_plan, print_search
 from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
@@ -140,7 +140,7 @@ class PlanJob(Reporting, StepOptions):
         from jfsdp.plan.jobs import plan_job
         from jfsdp.plan.search.space import recipe_of
 
-        with progress(quiet=self.json) as report:
+        with self.phases() as report:
             plan = plan_job(self, cluster, **more, on_progress=report)
             report("estimating other options")
             advice, note = [], ""
@@ -170,7 +170,7 @@ class PlanJob(Reporting, StepOptions):
     def _inference(self, cluster: Cluster, reserve_bytes: int) -> int:
         from jfsdp.plan.inference import plan_inference
 
-        with progress(quiet=self.json) as report:
+        with self.phases() as report:
             plan = plan_inference(self, cluster, self.batch_per_device, self.seq_len, reserve_bytes, on_progress=report)
         return self._print(plan.to_dict(), lambda: print_inference(plan), fits=plan.fits)
 
@@ -187,7 +187,7 @@ class PlanJob(Reporting, StepOptions):
         from jfsdp.plan.search.search import search_job
 
         options = StepOptions(**self._job())
-        with progress(quiet=self.json) as report:
+        with self.phases() as report:
             search = search_job(options, cluster, **more, budget_s=self.budget, on_progress=report)
         search = dataclasses.replace(search, base=self._base())
         if search.best:
@@ -199,7 +199,7 @@ class PlanJob(Reporting, StepOptions):
         from jfsdp.plan.jobs import bound_job
 
         limit_bytes = cluster.gpu.memory_bytes - reserve_bytes
-        with progress(quiet=self.json) as report:
+        with self.phases() as report:
             report("sharding")
             bound = bound_job(self, cluster)
             advice = advise_job(self, cluster, limit_bytes, bound)

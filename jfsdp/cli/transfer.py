@@ -20,7 +20,7 @@ from jfsdp.checkpoint.foreign.peft_files import CONFIG as PEFT_CONFIG
 from jfsdp.checkpoint.foreign.safetensors import CONFIG as HF_CONFIG
 from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.source import Recast, Renamed, Watched, total_bytes
-from jfsdp.cli.console import Reporting, print_wrapped, progress_of
+from jfsdp.cli.console import Reporting, print_wrapped
 from jfsdp.extras import MissingExtra
 from jfsdp.launch.runtime import start_jax
 from jfsdp.layout.lora import Adapter
@@ -65,7 +65,7 @@ class Convert(Reporting):
 
         path = find_checkpoint(self.path)
         total = total_bytes(open_checkpoint(path).arrays.values())
-        with progress_of(self.json, "converting", MEMORY_BYTES, total) as progress:
+        with self.progress_of("converting", MEMORY_BYTES, total) as progress:
             lines = convert(
                 path,
                 self.target,
@@ -138,10 +138,10 @@ class Export(_ModelOptions):
             config = _with_length(config, self.max_length)
         if config is not None and (tokenizer := _find_tokenizer(stored.get("config", {}))) is not None:
             config = {"eos_token_id": tokenizer.eod_id} | config
-        with progress_of(self.json, "reading", 4 * STREAM_BYTES, None):
+        with self.progress_of("reading", 4 * STREAM_BYTES, None):
             weights = our_parameters(source.path, _leaves(job), averages=self.ema, cache_bytes=STREAM_BYTES)
         bound = 6 * STREAM_BYTES + MEMORY_BYTES
-        with progress_of(self.json, "exporting", bound, total_bytes(weights.arrays.values())) as progress:
+        with self.progress_of("exporting", bound, total_bytes(weights.arrays.values())) as progress:
             return export_safetensors(
                 Watched(weights, progress),
                 on_disk(self.target, "TARGET"),
@@ -211,7 +211,7 @@ class Import(_ModelOptions):
         source: Any = pretrained_source(path, job.pretrained, _leaves(job), config=job.config, key=self.key)
         if self.dtype is not None:
             source = Recast(source, choose_dtypes(source.arrays, [f"**={self.dtype}"]))
-        with progress_of(self.json, "importing", MEMORY_BYTES, total_bytes(source.arrays.values())) as progress:
+        with self.progress_of("importing", MEMORY_BYTES, total_bytes(source.arrays.values())) as progress:
             lines = write_source(
                 self.target,
                 Renamed(Watched(source, progress), {f"params.{name}": name for name in source.arrays}),
