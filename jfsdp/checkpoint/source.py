@@ -73,10 +73,8 @@ def are_equal(source: Source, first: str, second: str) -> bool:
     return all(source.read(first, at).tobytes() == source.read(second, at).tobytes() for at in pieces_of(one))
 
 
-def cell_of(
-    block: tuple[int, ...], itemsize: int, limit: int = PIECE_BYTES, *, shape: tuple[int, ...] | None = None
-) -> tuple[int, ...]:
-    """Return the shape of the pieces, of at most `limit` bytes, into which a block is split.
+def cell_of(block: tuple[int, ...], itemsize: int, *, shape: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Return the shape of the pieces, of at most `PIECE_BYTES`, into which a block is split.
 
     Leading dims are split first, since layers are read one by one. Then the longer of the last two is split, since a
     matrix is read by rows, and by columns if it is stored transposed.
@@ -86,7 +84,7 @@ def cell_of(
         remainder, so that no piece lies in two blocks.
     """
     sizes, whole = list(block), shape or block
-    while math.prod(sizes) * itemsize > limit:
+    while math.prod(sizes) * itemsize > PIECE_BYTES:
         leading = (dim for dim in range(len(sizes) - 2) if sizes[dim] > 1)
         cut = [-(-n // 2) if n_of == n_all else _largest_divisor(n) for n, n_of, n_all in zip(sizes, block, whole)]
         last = range(len(sizes))[-2:]

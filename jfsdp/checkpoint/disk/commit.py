@@ -12,7 +12,7 @@ from typing import Any
 import jax
 
 from jfsdp.checkpoint.disk.digest import Digests, hash_files, list_files, write_digests
-from jfsdp.checkpoint.disk.files import ARRAYS, sync, write_json
+from jfsdp.checkpoint.disk.files import ARRAYS, mark_of, sync, write_json
 from jfsdp.checkpoint.writer import IncompleteError
 
 
@@ -20,15 +20,10 @@ def hash_local_files(arrays: Path) -> None:
     """Hash the files that this process wrote, and save the digests for `commit`."""
     mine = f"ocdbt.process_{jax.process_index()}/"
     names = [name for name in list_files(arrays) if name.partition("/")[2].startswith(mine)]
-    marks = {name: _mark(arrays / name) for name in names}
+    marks = {name: mark_of(arrays / name) for name in names}
     digests = hash_files(arrays, names)
     found = {name: [digests[name], *marks[name]] for name in names}
     write_json(_digests_of(arrays, jax.process_index()), found)
-
-
-def _mark(file: Path) -> list[int]:
-    status = file.stat()
-    return [status.st_size, status.st_mtime_ns]
 
 
 def commit(partial: Path, path: Path, documents: Mapping[str, Any]) -> None:
@@ -76,7 +71,7 @@ def _take_digests(arrays: Path) -> Digests:
         except (FileNotFoundError, ValueError) as error:
             raise IncompleteError(index) from error
         for name, (digest, *mark) in hashed.items():
-            if digest and (arrays / name).exists() and _mark(arrays / name) == mark:
+            if digest and (arrays / name).exists() and [*mark_of(arrays / name)] == mark:
                 found[f"{ARRAYS}/{name}"] = digest
         file.unlink()
     return found

@@ -165,6 +165,12 @@ def file_sizes(path: AnyPath) -> dict[str, int]:
     return dict(sorted(sizes.items()))
 
 
+def mark_of(file: Path) -> tuple[int, int]:
+    """Return the size of a file and the time of its last change, by which a change is seen."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 def bytes_below(path: AnyPath) -> int:
     """Sum the sizes of the files below a directory."""
     return sum(file_sizes(path).values())

@@ -74,13 +74,11 @@ class ObjectSource(CheckpointSource):
         cell = self.chunk_shape(name)
         grid = [range(part.start // size, -(-part.stop // size)) for part, size in zip(index, cell, strict=True)]
         for place in itertools.product(*grid):
-            begin = [at * size for at, size in zip(place, cell, strict=True)]
-            inner, outer = [], []
-            for start, size, part in zip(begin, cell, index, strict=True):
-                low, high = max(start, part.start), min(start + size, part.stop)
-                inner.append(slice(low - start, high - start))
-                outer.append(slice(low - part.start, high - part.start))
-            out[tuple(outer)] = self._chunk(name, place)[tuple(inner)]
+            dims = [(at * size, size, part) for at, size, part in zip(place, cell, index, strict=True)]
+            # Slices may end behind the block and behind the chunk.
+            outer = tuple(slice(max(at - part.start, 0), at + size - part.start) for at, size, part in dims)
+            inner = tuple(slice(max(part.start - at, 0), part.stop - at) for at, _, part in dims)
+            out[outer] = self._chunk(name, place)[inner]
         return out
 
     def chunk_shape(self, name: str) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from jfsdp.checkpoint.disk.files import mark_of
 from jfsdp.extras import load
 from jfsdp.objects.path import AnyPath, ObjectPath
 from jfsdp.trainer.data.records import KNOWN, READ, form_of
@@ -80,8 +81,7 @@ def _version(path: AnyPath) -> str:
     if isinstance(path, ObjectPath):
         found = path.entry()
         return f"{found['size']} {found['e_tag']}"
-    status = path.stat()
-    return f"{path.absolute()} {status.st_size} {status.st_mtime_ns}"
+    return f"{path.absolute()} {mark_of(path)}"
 
 
 def _copy(path: AnyPath, source: Any, target: IO[bytes], text_field: str | None) -> None:

@@ -16,6 +16,7 @@ import weakref
 from pathlib import Path
 from typing import Any
 
+from jfsdp.checkpoint.disk.files import mark_of
 from jfsdp.objects.path import ObjectPath
 
 PUSH_S = 60.0
@@ -51,7 +52,7 @@ class StoredRun:
                 file = self.local / source.relative_to(self.address)
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_bytes(source.read_bytes())
-                self._sent[str(file)] = _mark(file)
+                self._sent[str(file)] = mark_of(file)
 
     def __str__(self) -> str:
         return str(self.address)
@@ -101,7 +102,7 @@ class StoredRun:
             for directory, _, names in os.walk(self.local):
                 for file in (Path(directory, name) for name in names if not name.startswith(".")):
                     with contextlib.suppress(FileNotFoundError):  # a tracker removed it
-                        mark = _mark(file)
+                        mark = mark_of(file)
                         if self._sent.get(str(file)) != mark:
                             self._send(file, file.read_bytes())
                             self._sent[str(file)] = mark
@@ -110,8 +111,3 @@ class StoredRun:
         if self._lease is not None:
             self._lease.check()  # a paused process overwrites nothing
         (self.address / file.relative_to(self.local).as_posix()).write_bytes(data)
-
-
-def _mark(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
