@@ -10,7 +10,7 @@ docs/log.md has the counts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jfsdp.engine.driver.run import run
 from jfsdp.engine.driver.schedule import Prefetch
-from jfsdp.engine.engine import Engine, Pairs, Pull, T, pad_all, to_device
+from jfsdp.engine.engine import Engine, Pairs, Pull, pad_all, to_device
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import batch_spec
@@ -32,38 +32,6 @@ class XlaEngine(Engine):
         """Run the root unit, gathering each unit when it is called; see `Engine.vjp`."""
         outs, pull, _ = run(self, Prefetch(0, 0), traced, flat, source)
         return outs, pull
-
-    def on_rows(self, compute: Callable[..., T], arrays: Any, specs: T) -> T:
-        """Run on the rows of all devices."""
-        del specs
-        return compute(*arrays)
-
-    def sum_rows(self, value: jax.Array) -> jax.Array:
-        """Return the value, which is already the sum over all rows."""
-        return value
-
-    def max_rows(self, value: jax.Array) -> jax.Array:
-        """Return the value, which is already the maximum over all rows."""
-        return value
-
-    def own_state(self, state: Arrays) -> Arrays:
-        """Return the state, whose keys are already for all rows."""
-        return state
-
-    def common_state(self, before: Arrays, after: Arrays) -> Arrays:
-        """Return the state afterwards."""
-        del before
-        return after
-
-    def finished_spec(self, path: str) -> PartitionSpec:
-        """Return any spec; `on_rows` does not use it."""
-        del path
-        return PartitionSpec()
-
-    def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
-        """Return the gradients, since every microbatch is summed over all axes."""
-        del weight
-        return grads
 
     def split_rows(self, batch: Any, num: int) -> Any:
         """Split a batch into microbatches, with the rows of each sharded as a batch; see `Engine.split_rows`."""
