@@ -124,14 +124,19 @@ class Checkpointer:
             raise ValueError(
                 f"checkpoint {self.directory}: step {step} is older than {steps[-1]}; move later ones away"
             )
-        self.remove_unfinished()
+        self._become_writer()
 
     def remove_unfinished(self) -> None:
-        """Lock the directory, and remove the unfinished save of a writer that was killed or ran out of disk space.
+        """Remove the unfinished save of a writer that was killed or ran out of disk space. Without one, touch nothing.
 
         Raises:
           ValueError: if another run writes to the directory.
         """
+        if self._place.has_unfinished(self.directory):
+            self._become_writer()
+
+    def _become_writer(self) -> None:
+        """Lock the directory, and remove the incomplete files of a killed writer."""
         if self._lock is None:
             self._lock = self._place.lock(self.directory)
 
@@ -151,7 +156,7 @@ class Checkpointer:
             raise ValueError(f"keep_best: no step has the metric {best.metric!r}; the metrics are: {names}")
         if dry_run:
             return self._surplus()
-        self.remove_unfinished()
+        self._become_writer()
         return self._prune()
 
     def _surplus(self) -> list[int]:

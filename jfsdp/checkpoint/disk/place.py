@@ -57,6 +57,11 @@ def lock(directory: Path) -> Lock:
     return held
 
 
+def has_unfinished(directory: Path) -> bool:
+    """Return whether a killed writer may have left incomplete files."""
+    return any(directory.glob(f"*{UNFINISHED}"))
+
+
 def remove(directory: Path, steps: Sequence[int]) -> None:
     """Delete steps. They are moved aside first, so a killed process leaves no incomplete step."""
     aside = directory / _DELETED

@@ -61,6 +61,11 @@ def _clean(path: ObjectPath, lease: ObjectPath) -> None:
                 part.remove_below()
 
 
+def has_unfinished(directory: ObjectPath) -> bool:
+    """Return whether a killed writer may have left incomplete saves; it takes as long to find out as to remove them."""
+    return directory.is_dir()
+
+
 def remove(directory: ObjectPath, steps: Sequence[int]) -> None:
     """Delete steps, each beginning with its COMMIT, so a killed process leaves no incomplete step."""
     for step in steps:
