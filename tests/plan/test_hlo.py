@@ -158,3 +158,44 @@ def test_walk_multiplies_loops_and_enters_calls_branches_and_async_bodies():
 def test_a_loop_of_which_xla_does_not_say_how_often_it_runs_is_an_error():
     module = parse.parse_module(NESTED.replace("known_trip_count", "none"))
     refuses(lambda: trip_counts.executions(module), "while.2", "a loop of fixed length")
+
+
+PIPELINED = """HloModule jit_step, is_scheduled=true
+
+%below (p.1: s32[]) -> pred[] {
+  %p.1 = s32[] parameter(0)
+  %end = s32[] constant(5)
+  ROOT %compare = pred[] compare(%p.1, %end), direction=LT
+}
+
+%condition (p.2: (s32[], f32[8])) -> pred[] {
+  %p.2 = (s32[], f32[8]{0}) parameter(0)
+  %counter = s32[] get-tuple-element(%p.2), index=0
+  ROOT %fusion = pred[] fusion(%counter), kind=kLoop, calls=%below
+}
+
+%body (p.3: (s32[], f32[8])) -> (s32[], f32[8]) {
+  ROOT %p.3 = (s32[], f32[8]{0}) parameter(0)
+}
+
+ENTRY %main (x: f32[8]) -> (s32[], f32[8]) {
+  %x = f32[8]{0} parameter(0)
+  %zero = s32[] constant(2)
+  %copied = s32[] copy(%zero)
+  %tuple = (s32[], f32[8]{0}) tuple(%copied, %x)
+  ROOT %while.3 = (s32[], f32[8]{0}) while(%tuple), condition=%condition, body=%body, CONFIG
+}
+""".replace("CONFIG", 'backend_config={"known_induction_variable":{"tuple_index":"0"}}')
+
+
+def test_a_pipelined_loop_runs_from_its_first_to_its_last_count():
+    """XLA pipelines the microbatches of program xla, and then states only which value counts."""
+
+    def runs(text):
+        return {found.computation.name: found.times for found in trip_counts.executions(parse.parse_module(text))}
+
+    assert runs(PIPELINED) == {"main": 1, "body": 3, "condition": 4}
+    for other in ("direction=GT", "direction=NE"):
+        refuses(lambda other=other: runs(PIPELINED.replace("direction=LT", other)), "while.3", "a loop of fixed length")
+    unknown = PIPELINED.replace("%end = s32[] constant(5)", "%end = s32[] copy(%p.1)")
+    refuses(lambda: runs(unknown), "while.3", "a loop of fixed length")

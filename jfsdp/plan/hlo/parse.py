@@ -128,9 +128,40 @@ def parse_module(text: str) -> Module:
         name: Computation(name, tuple(_instruction(i, line, stacks) for i, line in enumerate(body)))
         for name, body in bodies.items()
     }
+    computations = {name: _with_trip_counts(found, computations) for name, found in computations.items()}
     partitions = re.search(r"num_partitions=(\d+)", header)
     name = header.split()[1].rstrip(",")
     return Module(name, computations, computations[entry], int(partitions[1]) if partitions else None)
+
+
+def _with_trip_counts(computation: Computation, others: Mapping[str, Computation]) -> Computation:
+    """State the trip counts of loops that XLA has pipelined: it states their counter, but not its end."""
+    return dataclasses.replace(
+        computation,
+        instructions=tuple(
+            dataclasses.replace(one, attributes=f'{one.attributes} known_trip_count":{{"n":"{count}"}}')
+            if one.opcode == "while" and (count := _trip_count(one, computation, others)) is not None
+            else one
+            for one in computation.instructions
+        ),
+    )
+
+
+def _trip_count(loop: Instruction, computation: Computation, others: Mapping[str, Computation]) -> int | None:
+    """Return how often a loop of JAX runs whose counter, which grows by one, begins and ends at a constant."""
+    place = re.search(r'known_induction_variable":\{"tuple_index":"(\d+)"', loop.attributes)
+    if "known_trip_count" in loop.attributes or place is None:
+        return None
+    start = computation.by_name[computation.by_name[loop.operands[0]].operands[int(place[1])]]
+    while start.opcode == "copy":
+        start = computation.by_name[start.operands[0]]
+    condition = others[loop.attribute("condition")]
+    if condition.root.opcode == "fusion":
+        condition = others[condition.root.called[0]]
+    end = condition.by_name.get(condition.root.operands[-1])
+    is_known = end is not None and (start.opcode, end.opcode) == ("constant", "constant")
+    is_below = condition.root.opcode == "compare" and condition.root.attribute("direction") == "LT"
+    return int(end.arguments) - int(start.arguments) if end is not None and is_known and is_below else None
 
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
