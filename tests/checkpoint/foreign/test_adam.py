@@ -195,7 +195,7 @@ NAMES = {
 ROWS = np.random.default_rng(0).normal(size=(5, 4, 8)).astype(np.float32)
 
 
-def trained(make=torch.optim.AdamW, **options):
+def trained(make: Any = torch.optim.AdamW, **options):
     """Return a PyTorch model and its optimizer after two steps, and a function that takes a step."""
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2, bias=False))
@@ -237,7 +237,8 @@ def test_a_run_of_pytorch_continues_with_its_losses(write, outer, tmp_path):
     net, optimizer, step = trained(**ADAM)
     weights, states = get_state_dict(net, optimizer)
     if outer == "flat":  # as torchtitan: weights at the top, states under names that contain the parameter's
-        flat = {f"state.{name}.{kind}": x for name, of in states["state"].items() for kind, x in of.items()}
+        of: Any = states["state"]
+        flat = {f"state.{name}.{kind}": x for name in of for kind, x in of[name].items()}
         saved = {**weights, "optimizer": flat, "lr_scheduler": {"last_epoch": torch.tensor(2)}}
     else:
         saved = {"model": weights, outer: states, "step": 2}
