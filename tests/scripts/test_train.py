@@ -373,6 +373,14 @@ def test_a_run_begins_where_the_weights_that_it_is_given_were(form, unbroken, op
         assert stated["max_position_embeddings"] == 32
 
 
+def test_adapters_resume_on_the_weights_that_they_began_from(unbroken, options, tmp_path, serve):
+    given = ["--init-from", unbroken[0], "--lora", "rank=2,targets=**.q_proj.kernel", "--run-dir", tmp_path / "run"]
+    for steps in (1, 2):
+        done = serve(*options, *given, "--steps", steps, "--resume", "auto", "--log-every", 1)
+        assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]
+
+
 def test_a_run_of_deepspeed_continues_with_its_next_step(tmp_path, serve):
     tokens = np.random.default_rng(0).integers(18, size=4000).astype(np.uint16)
     (tmp_path / "tokens.bin").write_bytes(tokens.tobytes())

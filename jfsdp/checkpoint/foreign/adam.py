@@ -16,26 +16,30 @@ from typing import Any
 
 import jax
 import numpy as np
+import optax
 
 from jfsdp.checkpoint.disk.logical_arrays import Stored, single_array
-from jfsdp.checkpoint.foreign.mapping import Imported, Names, Shapes, as_name_map, bind
-from jfsdp.checkpoint.foreign.torch_names import plain_name
+from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Shapes
 from jfsdp.checkpoint.source import Joined, Renamed, Source, read_whole
 from jfsdp.train.state import TrainState
 from jfsdp.train.update.roles import Kind, Role
 
 _STATE = re.compile(r"(?:(?P<optimizer>.*?)\.)?state\.(?P<name>.+)\.(?P<kind>\w+)")
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
+_COUNTED = (
+    *(optax.ScaleByAdamState, optax.ScaleByScheduleState),
+    *(optax.InjectStatefulHyperparamsState, optax.InjectHyperparamsState),
+)
 
 
 def open_adam(
-    source: Source, names: Names, leaves: Shapes, trained: Collection[str], *, where: Any
+    source: Source, names: NameMap, leaves: Shapes, trained: Collection[str], *, where: Any
 ) -> tuple[Source, int]:
-    """Find the states of Adam in a checkpoint. Reads only the steps.
+    """Find the states of Adam in a checkpoint. Reads the steps, and of the moments only copies of tied ones.
 
     Args:
       source: all arrays of the checkpoint, under their own names.
-      names: the mapping of parameter names.
+      names: the mapping of the checkpoint's parameter names.
       leaves: the parameters of the model by name, with logical shapes.
       trained: those that must have states; others may, and their states are ignored.
       where: the checkpoint's path.
@@ -47,6 +51,22 @@ def open_adam(
       ValueError: if there are no such states, or of another optimizer, if parameters lack a state or have more states
         than Adam, or were updated a different number of times.
     """
+    kinds, moments = _find_states(source, where), []
+    steps = {read_whole(source, stored).item(): name for name, stored in kinds["step"].items()}
+    if len(steps) != 1 or not 0 <= next(iter(steps)) < 2**31:
+        examples = ", ".join(f"{name}: {step:g}" for step, name in list(steps.items())[:4])
+        raise ValueError(f"{where}: optax has one count of updates, but the steps of parameters are {examples}")
+    for ours, theirs in _MOMENTS.items():
+        found = Imported(Renamed(source, kinds[theirs]), names, leaves, where=f"{where}: {theirs}", partial=True)
+        if lacking := [leaf for leaf in trained if leaf not in found.arrays]:
+            problem = f"has no {theirs} of {lacking[0]} (and {len(lacking) - 1} more), which are trained here"
+            raise ValueError(f"{where}: {problem}; freeze them as in that run (frozen=), or train without its states")
+        moments.append(Renamed(found, {f"{ours}.{leaf}": leaf for leaf in trained}))
+    return Joined(*moments), int(next(iter(steps)))
+
+
+def _find_states(source: Source, where: Any) -> dict[str, dict[str, str]]:
+    """Return, for `exp_avg`, `exp_avg_sq` and `step`, the names in the source by the parameter's name."""
     found: dict[str, dict[str, dict[str, str]]] = {}
     for name in source.arrays:
         if match := _STATE.fullmatch(name):
@@ -54,64 +74,48 @@ def open_adam(
             kinds.setdefault(match["kind"], {})[match["name"]] = name
     optimizers = {x: kinds for x, kinds in found.items() if not all(map(str.isdigit, kinds.get("exp_avg", ())))}
     if len(optimizers) != 1:
-        others = sorted({kind for kinds in found.values() for kind in kinds})
-        has = f"{len(optimizers)} ({', '.join(optimizers)})" if optimizers else f"none (states: {others[:8]})"
+        others = ", ".join(sorted({kind for kinds in found.values() for kind in kinds})[:8]) or "none"
+        problem = (
+            f"several optimizers ({', '.join(optimizers)})" if optimizers else f"no states of Adam (found: {others})"
+        )
         raise ValueError(
-            f"{where}: has not one Adam with states by parameter name, but {has}; in PyTorch, save the result of "
-            "get_optimizer_state_dict(model, optimizer), or train with a new optimizer"
+            f"{where}: has {problem} under parameter names; in PyTorch, save the result of "
+            "get_optimizer_state_dict(model, optimizer), or train without its states"
         )
     kinds = next(iter(optimizers.values()))
     for kind in ("exp_avg_sq", "step", *kinds):
-        if kind not in ("exp_avg", "exp_avg_sq", "step"):
-            some = next(iter(kinds[kind].values()))
-            raise ValueError(
-                f"{where}: {some} is not a state of Adam (amsgrad, or another optimizer); leave out the states"
-            )
+        if unknown := kinds.get(kind) if kind not in ("exp_avg", "exp_avg_sq", "step") else None:
+            problem = f"has {next(iter(unknown.values()))}, which is not a state of Adam (amsgrad or another optimizer)"
+            raise ValueError(f"{where}: {problem}; train without its states")
         if lacking := sorted({*kinds["exp_avg"]} - {*kinds.get(kind, ())}):
-            raise ValueError(f"{where}: has no {kind} of {lacking[0]} (and {len(lacking) - 1} more); save it again")
-    steps = {int(read_whole(source, stored)): name for name, stored in kinds["step"].items()}
-    if len(steps) != 1:
-        examples = ", ".join(f"{name}: {step}" for step, name in list(steps.items())[:4])
-        raise ValueError(
-            f"{where}: parameters were updated a different number of times ({examples}); optax counts once"
-        )
-    names, moments = as_name_map(names), []
-    for ours, theirs in _MOMENTS.items():
-        chosen, view = names.apply(Renamed(source, kinds[theirs]))
-        plain, bound = {plain_name([name]) for name in view.arrays}, bind(chosen, leaves).items()
-        present = {x.leaf for name, x in bound if not plain.isdisjoint((name, name.removeprefix(chosen.prefix)))}
-        if lacking := [leaf for leaf in trained if leaf not in present]:
-            problem = f"has no {theirs} of {lacking[0]} (and {len(lacking) - 1} more), which are trained here"
-            raise ValueError(f"{where}: {problem}; freeze them as in that run (frozen=), or train without its states")
-        wanted = {leaf: shape for leaf, shape in leaves.items() if leaf in present}
-        of_leaves = Imported(view, chosen, wanted, where=f"{where}: {theirs}")
-        moments.append(Renamed(of_leaves, {f"{ours}.{leaf}": leaf for leaf in trained}))
-    return Joined(*moments), next(iter(steps))
+            problem = f"has no {kind} of {lacking[0]} (and {len(lacking) - 1} more), as Adam of PyTorch 1.12 or later"
+            raise ValueError(f"{where}: {problem}; train without its states")
+    return kinds
 
 
-class Slots:
-    """The arrays of an optimizer's state that belong to Adam.
+class AdamArrays:
+    """The arrays of Adam in an optimizer's state.
 
     Attributes:
       moments: by the name of the array, the name in `open_adam`.
       counts: names of the counts of updates, also those of schedules.
-      others: names of other arrays.
+      others: names of other arrays of a parameter's shape.
 
     Raises:
-      ValueError: if not every trained parameter has the two moments of one Adam.
+      ValueError: if not every trained parameter has the two moments of one `optax.scale_by_adam`.
     """
 
     def __init__(self, state: TrainState):
-        self.moments: dict[str, str] = {}
-        self.counts, self.others = list[str](), list[str]()
-        for role in state.roles.arrays:
-            moment = role.name.removesuffix(f".{role.leaf}").rpartition(".")[2]
-            if role.kind is Kind.PARAMETER and moment in _MOMENTS:
-                self.moments[role.name] = f"{moment}.{role.leaf}"
-            elif role.kind is Kind.SCALAR and role.name.endswith(".count"):
-                self.counts.append(role.name)
-            else:
-                self.others.append(role.name)
+        tree = jax.tree.structure(state.opt_state)
+        places, kinds = jax.tree.unflatten(tree, range(tree.num_leaves)), dict[int, str]()
+        for node_type in _COUNTED:
+            for node in jax.tree.leaves(places, is_leaf=lambda x, of=node_type: isinstance(x, of)):
+                for kind in ("count", *_MOMENTS) if isinstance(node, node_type) else ():
+                    kinds |= dict.fromkeys(jax.tree.leaves(getattr(node, kind, ())), kind)
+        roles = [(role, kinds.get(place)) for place, role in enumerate(state.roles.arrays)]
+        self.counts = [role.name for role, kind in roles if kind == "count"]
+        self.moments = {role.name: f"{kind}.{role.leaf}" for role, kind in roles if kind in _MOMENTS}
+        self.others = [role.name for role, kind in roles if kind is None and role.kind is Kind.PARAMETER]
         wanted = [f"{moment}.{leaf.path}" for leaf in state.layout.leaves if leaf.trainable for moment in _MOMENTS]
         have = collections.Counter(self.moments.values())
         if wrong := [f"{name} ({have[name]})" for name in wanted if have[name] != 1]:

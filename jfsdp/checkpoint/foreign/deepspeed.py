@@ -49,11 +49,6 @@ def find_deepspeed(path: Any) -> Path | None:
     return directory
 
 
-def _by_number(name: str) -> list[Any]:
-    """Order names by the numbers in them."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
 class DeepSpeedSource:
     """A checkpoint of DeepSpeed ZeRO-1, 2 or 3, saved by any number of processes.
 
@@ -75,33 +70,44 @@ class DeepSpeedSource:
             than data parallelism.
         """
         self._where = f"checkpoint {path}"
-        names = sorted((file.name for file in path.glob("*_states.pt")), key=_by_number)
+        names = sorted(
+            (file.name for file in path.glob("*_states.pt")), key=lambda name: [*map(int, re.findall(r"\d+", name))]
+        )
         if other := [x for x in names if "expert" in x or "mp_rank_00_" not in x]:
             raise ValueError(
                 f"{self._where}: has {other[0]}, of a model that is split by experts, stages or tensors; convert the "
                 "weights with DeepSpeed"
             )
-        if not any(name.endswith(_OPTIMIZER) for name in names):
+        model_files, rank_files = (
+            [path / name for name in names if name.endswith(end)] for end in (_MODEL, _OPTIMIZER)
+        )
+        if not rank_files:
             raise ValueError(f"{self._where}: has no *{_OPTIMIZER} of ZeRO; pass {path / names[0]} with the key module")
+        models = [load_torch(model_files[0], any_class=True)]
+        if models[0].get("frozen_param_shapes"):  # the other files have fragments of them
+            models += [load_torch(file, any_class=True) for file in model_files[1:]]
         try:
-            models = [load_torch(path / name, any_class=True) for name in names if name.endswith(_MODEL)]
-            ranks = [_Rank(load_torch(path / name, any_class=True)) for name in names if name.endswith(_OPTIMIZER)]
+            ranks = [_Rank(load_torch(file, any_class=True)) for file in rank_files]
             num = ranks[0].num_ranks
-            if len(ranks) != num or len(models) != (num if ranks[0].is_stage_3 else 1):
-                found = f"{len(models)} *{_MODEL} and {len(ranks)} *{_OPTIMIZER} of {num} processes"
-                raise ValueError(f"{self._where}: has {found}; copy the files of all processes")
+            if (len(rank_files), len(model_files)) != (num, num if ranks[0].is_stage_3 else 1):
+                raise _MismatchError(
+                    f"{len(model_files)} *{_MODEL} and {len(rank_files)} *{_OPTIMIZER} of {num} processes"
+                )
             tensors = dict(_tensors(models, ranks))
-        except (KeyError, IndexError, TypeError, AttributeError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise ValueError(f"{self._where}: is not as DeepSpeed 0.8 to 0.19 writes it ({reason})") from error
+        except (KeyError, IndexError, TypeError, AttributeError, _MismatchError) as error:
+            reason = str(error) if isinstance(error, _MismatchError) else f"{type(error).__name__}: {error}"
+            raise ValueError(
+                f"{self._where}: its files do not belong together, or are not as DeepSpeed 0.8 to 0.19 writes them "
+                f"({reason}); copy the files of all processes of one checkpoint"
+            ) from error
         self._tensors = select(self._where, tensors, (), "module" if key is None else key)
+        for name, (shape, parts) in self._tensors.items():
+            if (size := sum(stop - start for _, start, stop in parts)) < math.prod(shape):
+                raise ValueError(f"{self._where}: has {size:,} elements of {name} {list(shape)}; save it again")
         self.arrays: Mapping[str, jax.ShapeDtypeStruct] = {
             name: jax.ShapeDtypeStruct(shape, numpy_dtype(self._where, name, parts[0][0].dtype))
             for name, (shape, parts) in self._tensors.items()
         }
-        for name, (shape, parts) in self._tensors.items():
-            if (size := sum(stop - start for _, start, stop in parts)) < math.prod(shape):
-                raise ValueError(f"{self._where}: has {size:,} elements of {name} {list(shape)}; save it again")
 
     def read(self, name: str, index: Index) -> np.ndarray:
         """Read one slice of one array; see `Source.read`."""
@@ -116,6 +122,10 @@ class DeepSpeedSource:
                 out[begin + low - first : begin + high - first] = block
             begin += stop - start
         return out.reshape(-1, *shape[1:])[(slice(None), *index[1:])] if shape else out.reshape(())
+
+
+class _MismatchError(Exception):
+    pass
 
 
 class _Rank:
@@ -134,25 +144,26 @@ class _Rank:
         self.num_ranks, self.paddings = np.max(zero["partition_count"]), zero.get("param_alignment_paddings")
         optimizer = zero["optimizer_state_dict" if self.is_stage_3 else "base_optimizer_state"]
         groups = [] if isinstance(optimizer, list) else optimizer["param_groups"]
-        states = optimizer if isinstance(optimizer, list) else [optimizer["state"][i] for i in range(len(weights))]
+        states = (
+            optimizer if isinstance(optimizer, list) else [optimizer["state"].get(i, {}) for i in range(len(weights))]
+        )
         self.groups = [
             {"": flat, **{kind: x for kind, x in state.items() if kind != "step" and hasattr(x, "numel")}}
             for flat, state in zip(weights, states, strict=True)
         ]
         # FusedAdam also has an unused count in its groups.
-        found = [x["step"] for x in states if "step" in x] or [x["step"] for x in groups if "step" in x]
-        self.steps = {int(step) for step in found or filter(None, [zero.get("base_optimizer_state_step")])}
+        self.steps = {int(x["step"]) for x in states if "step" in x} or {int(x["step"]) for x in groups if "step" in x}
 
 
 def _tensors(models: Sequence[Any], ranks: Sequence[_Rank]) -> Iterator[tuple[Keys, Array]]:
     """Yield, by the path of dict keys, the shape of each array and the parts that form it."""
     torch, model, steps = import_torch(), models[0], set[int]().union(*(rank.steps for rank in ranks))
     if len(steps) > 1:
-        raise ValueError(f"DeepSpeed's processes took different numbers of steps: {sorted(steps)}; copy one checkpoint")
+        raise _MismatchError(f"groups were updated {sorted(steps)} times")
     found: dict[str, dict[str, Array]] = {}
     for name, shape, pieces in _pieces(model["param_shapes"], ranks):
         found[name] = {}
-        for kind in ranks[0].groups[0]:
+        for kind in pieces[0][0][0]:
             parts = (_cut([group[kind] for group in groups], *where) for groups, *where in pieces)
             found[name][kind] = shape, list(itertools.chain(*parts))
         if steps:
@@ -161,7 +172,7 @@ def _tensors(models: Sequence[Any], ranks: Sequence[_Rank]) -> Iterator[tuple[Ke
         fragments = [one["frozen_param_fragments"][name].detach().flatten() for one in models]
         found[name] = {"": (tuple(shape), [(x, 0, x.numel()) for x in fragments])}
     for copy, name in (model.get("shared_params") or {}).items():
-        found[copy] = found[name]
+        found[copy] = {"": found[name][""]}
     for name, tensor in model["module"].items():  # buffers, and with ZeRO-1 frozen parameters
         whole = {"": (tuple(tensor.shape), [(tensor.detach().flatten(), 0, tensor.numel())])}
         found.setdefault(name, whole)
@@ -178,13 +189,24 @@ def _pieces(groups: Sequence[Any], ranks: Sequence[_Rank]) -> Iterator[tuple[str
             length = -(-math.prod(shape) // len(ranks))
             yield name, tuple(shape), [(rank.groups, start, length) for rank in ranks]
             start += length
+        _check_used(start, [group[""] for group in ranks[0].groups], 1)
         return
     paddings = ranks[0].paddings or [[0] * len(group) for group in groups]
+    if len(groups) != len(ranks[0].groups):
+        raise _MismatchError(f"{len(groups)} groups of parameters and {len(ranks[0].groups)} of states")
     for place, group in enumerate(groups):
         start = 0
         for (name, shape), padding in zip(group.items(), paddings[place], strict=True):
             yield name, tuple(shape), [([rank.groups[place] for rank in ranks], start, math.prod(shape))]
             start += math.prod(shape) + padding
+        _check_used(start, [rank.groups[place][""] for rank in ranks], 2 * len(ranks))
+
+
+def _check_used(size: int, flat: Sequence[Any], alignment: int) -> None:
+    """Check that parameters of this size fill flat tensors, up to their padding."""
+    found = sum(tensor.numel() for tensor in flat)
+    if not 0 <= found - size < alignment:
+        raise _MismatchError(f"parameters of {size:,} elements and states of {found:,}")
 
 
 def _cut(tensors: Sequence[Any], start: int, length: int) -> Iterator[Part]:

@@ -73,11 +73,10 @@ class NameMap:
             for dims in parts[2:]:
                 parse_dims(dims)
 
-    def apply(self, source: Source) -> tuple[NameMap, Source]:
-        """Return the mapping for a checkpoint, which is one of `others` or this one, and the checkpoint's view."""
+    def chosen_for(self, source: Source) -> NameMap:
+        """Return the mapping for a checkpoint: one of `others`, or this one."""
         plain = [plain_name([name]) for name in source.arrays]
-        chosen = as_name_map(next((x for glob, x in self.others.items() if fnmatch.filter(plain, glob)), self))
-        return chosen, source if chosen.view is None else chosen.view(source)
+        return as_name_map(next((x for glob, x in self.others.items() if fnmatch.filter(plain, glob)), self))
 
 
 Names = NameMap | Mapping[str, Any] | None  # None (a job without a mapping) is refused
@@ -192,16 +191,23 @@ class Imported:
       source: arrays under the other library's names.
       names: the mapping, or a dict of its fields.
       leaves: the model's parameters by name, with logical shapes. Of their dtypes, only the kind is checked.
+      partial: leave out the leaves of which the source has no array.
       where: name of the source in messages.
 
     Raises:
       ValueError: if arrays are missing, extra or of another shape, or a copy of a tied array differs; lists them.
     """
 
-    def __init__(self, source: Source, names: Names, leaves: Shapes, *, where: Any = "checkpoint"):
-        self._source, self._names, self._where = source, as_name_map(names), where
-        self._pieces = bind(self._names, leaves)
+    def __init__(
+        self, source: Source, names: Names, leaves: Shapes, *, where: Any = "checkpoint", partial: bool = False
+    ):
+        self.names, self._where = as_name_map(names), where
+        self._source = source if self.names.view is None else self.names.view(source)
+        self._pieces = bind(self.names, leaves)
         self._found = self._canonical()
+        if partial:
+            present = {piece.leaf for name, piece in self._pieces.items() if name in self._found}
+            self._pieces = {name: piece for name, piece in self._pieces.items() if piece.leaf in present}
         self._check_complete()
         self._check_kinds(leaves)
         self._check_tied()
@@ -210,7 +216,7 @@ class Imported:
             self._parts.setdefault(piece.leaf, {})[piece.at] = (self._found[theirs], piece)
         self.arrays: dict[str, jax.ShapeDtypeStruct] = {}
         for leaf, parts in self._parts.items():
-            first, *others = {source.arrays[theirs].dtype for theirs, _ in parts.values()}
+            first, *others = {self._source.arrays[theirs].dtype for theirs, _ in parts.values()}
             dtype = jnp.result_type(first, *others) if others else first
             self.arrays[leaf] = jax.ShapeDtypeStruct(leaves[leaf].shape, dtype)
 
@@ -235,7 +241,7 @@ class Imported:
         """Return the source's name of each name in the rules. The source may lack the prefix and have wrappers
         ([Note: names from PyTorch]).
         """
-        names, found = self._names, dict[str, str]()
+        names, found = self.names, dict[str, str]()
         for name in self._source.arrays:
             plain = name if name in self._pieces else plain_name([name])
             is_known = plain in self._pieces or plain in names.tied or plain.startswith(names.prefix)
@@ -262,8 +268,8 @@ class Imported:
         return f"{name} ({self._pieces[name].leaf})" if name in self._pieces else self._found[name]
 
     def _is_ignored(self, name: str) -> bool:
-        globs, forms = self._names.ignored, (name, self._found[name])
-        return name in self._names.tied or any(fnmatch.fnmatchcase(form, glob) for glob in globs for form in forms)
+        globs, forms = self.names.ignored, (name, self._found[name])
+        return name in self.names.tied or any(fnmatch.fnmatchcase(form, glob) for glob in globs for form in forms)
 
     def _check_kinds(self, leaves: Shapes) -> None:
         for theirs, piece in self._pieces.items():
@@ -274,7 +280,7 @@ class Imported:
 
     def _check_tied(self) -> None:
         found = self._found
-        for copy, original in self._names.tied.items():
+        for copy, original in self.names.tied.items():
             is_copy = copy in found and copy not in self._pieces and original in found
             if is_copy and not are_equal(self._source, found[copy], found[original]):
                 raise ValueError(

@@ -18,7 +18,7 @@ from jfsdp.checkpoint.disk.paths import existing_path, find_checkpoint, find_che
 from jfsdp.checkpoint.disk.processes import gather_json, in_all
 from jfsdp.checkpoint.disk.reader import CACHE_BYTES, CheckpointSource
 from jfsdp.checkpoint.finite import Counted, refuse_nonfinite
-from jfsdp.checkpoint.foreign.adam import Slots, open_adam
+from jfsdp.checkpoint.foreign.adam import AdamArrays, open_adam
 from jfsdp.checkpoint.foreign.deepspeed import DeepSpeedSource, find_deepspeed
 from jfsdp.checkpoint.foreign.mapping import Imported, NameMap, Names, Shapes, as_name_map
 from jfsdp.checkpoint.foreign.peft import adapter_source
@@ -33,7 +33,7 @@ from jfsdp.compat import warn
 from jfsdp.layout.codec import scales_of
 from jfsdp.layout.lora import A, layer_shapes
 from jfsdp.layout.report import list_differences
-from jfsdp.objects.path import as_path
+from jfsdp.objects.path import as_path, is_address
 
 # Options that no model reads, and that exports keep.
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -53,10 +53,16 @@ def foreign_source(path: Any, key: str | None = None, *, training: bool = False)
     """
     path = existing_path(path)
     is_dcp = path.name == ".metadata" or (path / ".metadata").is_file()
-    if not is_dcp and path.is_dir() and (training or not any((path / name).exists() for name in (WEIGHTS, INDEX))):
-        if (directory := find_deepspeed(path)) is not None:
-            return DeepSpeedSource(directory, key)
-        path = next((path / name for name in _TORCH if (path / name).exists()), path)
+    if not is_dcp and path.is_dir():
+        files = [path / name for name in (WEIGHTS, INDEX, *_TORCH) if (path / name).exists()]
+        if not is_address(path) and (training or not files):
+            if (directory := find_deepspeed(path)) is not None:
+                return DeepSpeedSource(directory, key)
+            if below := sorted(
+                {x.parent.name for end in (".metadata", "latest", "*_model_states.pt") for x in path.glob(f"*/{end}")}
+            ):
+                raise ValueError(f"{path}: contains no weights, but {', '.join(below[:4])} in it do; pass one of them")
+        path = files[0] if files and files[0].name in _TORCH else path
     if path.name.endswith(".bin.index.json"):
         files = weight_files(path)
         sources = {file: open_torch(file, key) for file in files}
@@ -65,6 +71,8 @@ def foreign_source(path: Any, key: str | None = None, *, training: bool = False)
         return Joined(*sources.values())
     if is_dcp or path.suffix in (".pt", ".pth", ".bin", ".distcp"):
         return open_torch(path, key)
+    if training:
+        raise ValueError(f"{path}: has no optimizer states of PyTorch or DeepSpeed; leave out --init-optimizer")
     if key is not None:
         raise ValueError(f"{path}: is not a PyTorch file, for which {key!r} (--key, --init-key) names a dict; omit it")
     return SafetensorsSource(path)
@@ -88,7 +96,8 @@ def pretrained_source(
       ValueError: if files are missing or damaged, `config.json` describes another model or one that this architecture
         cannot compute, or weights are missing or extra. Messages name path and remedy.
     """
-    names, source = as_name_map(names).apply(foreign_source(path, key, training=training))
+    source = foreign_source(path, key, training=training)
+    names = as_name_map(names).chosen_for(source)
     may_lack = not isinstance(source, SafetensorsSource) and not _config_file(path).is_file()
     if config is not None and names.from_config is not None and not may_lack:
         _compare(path, names, pretrained_fields(path, names), config, CONFIG)
@@ -152,21 +161,21 @@ def load_pretrained(
         raise ValueError(f"{adapter}: the model has no adapters; wrap it: jfsdp.lora(model, read_loras(...))")
 
     if optimizer and (adapters or is_checkpoint(path)):
-        problem, remedy = "the model has adapters", "leave out --init-optimizer (optimizer=)"
+        problem, remedy = "the model has adapters", "leave out --init-optimizer"
         if not adapters:
             problem, remedy = "is a checkpoint of jfsdp", "restore it with its optimizer (--resume)"
         raise ValueError(f"{path}: {problem}, and only states of other libraries' runs are read; {remedy}")
-    slots = Slots(model.abstract_state(tx)) if optimizer else None
+    adam = AdamArrays(model.abstract_state(tx)) if optimizer else None
 
     source: Source
     if key is None and is_checkpoint(path):
         source = our_parameters(path, leaves, names, config)
     else:
         source = in_all(lambda: pretrained_source(path, names, leaves, config=config, key=key, training=optimizer))
-    if slots is not None:
+    if adam is not None:
         trained = [leaf.path for leaf in model.layout.leaves if leaf.trainable]
         run = in_all(lambda: foreign_source(path, "", training=True))
-        moments, step = in_all(lambda: open_adam(run, names, leaves, trained, where=path))
+        moments, step = in_all(lambda: open_adam(run, source.names, leaves, trained, where=path))
     if adapter is not None:
         source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters, leaves)))
     stored = [single_array(path, read[path], shape) for path, shape in model.leaf_shapes().items() if path in read]
@@ -183,11 +192,12 @@ def load_pretrained(
 
     arrays = read_finite(stored, source)
     state = model.init_from(tx, dict(zip((path for path in every if path in read), arrays, strict=True)), seed)
-    if slots is None:
+    if adam is None:
         return state
-    if slots.others:
-        warn(f"{path}: lacks states of the optimizer, which begin anew: {', '.join(slots.others[:8])}")
-    return slots.fill(state, step, lambda stored: read_finite(stored, moments))
+    if adam.others:
+        names = f"{', '.join(adam.others[:8])} (and {len(adam.others[8:])} more)"
+        warn(f"{path}: lacks states of the optimizer, which begin anew: {names}")
+    return adam.fill(state, step, lambda stored: read_finite(stored, moments))
 
 
 def is_checkpoint(path: Any) -> bool:

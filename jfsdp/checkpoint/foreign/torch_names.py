@@ -64,13 +64,16 @@ def select(where: str, tensors: Mapping[Keys, T], others: Iterable[Keys], key: s
       ValueError: if there is no such dict, if there are dicts and none was chosen, if two tensors get one name, or if
         there are flat parameters of FSDP1.
     """
-    if key is None:
-        candidates = {keys: x for keys, x in tensors.items() if len(keys) < 2 or keys[0] not in _TRAINING} or tensors
-        tops = {keys[0] for keys in candidates if keys}
-        if len(tops) == 1 and all(len(keys) > 1 for keys in candidates):
-            key = tops.pop()  # the only dict with tensors
-        elif all(len(keys) < 2 for keys in candidates):
-            tensors = candidates
+    if key is None and tensors:
+        path, inside = (), tensors
+        while True:
+            rest = {keys: x for keys, x in inside.items() if _dict_at(len(path), keys) not in _TRAINING} or inside
+            found = {_dict_at(len(path), keys) for keys in rest}
+            if len(found) > 1 or None in found or (path and len(rest) == len(inside)):
+                break
+            path, inside = (*path, str(found.pop())), rest  # the only dict with tensors
+        key = ".".join(path) or None
+        tensors = rest if found == {None} and not path else tensors
     if key is None and any(len(keys) > 1 for keys in tensors):
         raise ValueError(
             f"{where}: has dicts at the top, and it is not clear which one is the model; pass key= (--key, "
@@ -93,6 +96,11 @@ def select(where: str, tensors: Mapping[Keys, T], others: Iterable[Keys], key: s
             "of get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))"
         )
     return chosen
+
+
+def _dict_at(depth: int, keys: Keys) -> str | None:
+    """Return the key of the dict at a depth that contains a value; None if the value is not in a dict there."""
+    return keys[depth] if len(keys) > depth + 1 else None
 
 
 def _top(tensors: Mapping[Keys, Any], others: Iterable[Keys]) -> str:

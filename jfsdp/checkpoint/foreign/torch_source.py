@@ -43,8 +43,8 @@ def open_torch(path: Any, key: str | None = None) -> Source:
     path = existing_path(path)
     if is_address(path):
         raise ValueError(f"checkpoint {path}: PyTorch reads its formats from a file system; copy the files to one")
-    if path.name == ".metadata" or path.suffix == ".distcp":
-        raise ValueError(f"checkpoint {path}: is a part of a DCP checkpoint; pass its directory, {path.parent}")
+    if path.name == ".metadata" or path.suffix == ".distcp" or path.name.endswith("_optim_states.pt"):
+        raise ValueError(f"checkpoint {path}: is a part of a checkpoint; pass its directory, {path.parent}")
     return DCPSource(path, key) if path.is_dir() else TorchFileSource(path, key)
 
 
@@ -208,6 +208,9 @@ class _Placeholder:
     """Stands for an object of a class that is not loaded."""
 
     def __init__(self, *args: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
         pass
 
 

@@ -130,7 +130,7 @@ def _of_run(stored: dict[str, Any], given: TrainConfig) -> TrainConfig:
     names = ("mesh", "param_dtype", "init_adapter")
     changed = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     plain = ("strategy", "opt_over", "reshard_after_forward", "offload", "program", "prefetch", "storage")
-    plain += ("min_size", "preference", "beta", "simulate_devices")
+    plain += ("min_size", "preference", "beta", "simulate_devices", "init_optimizer")
     # Other rows need not be a multiple of the chunk, and without a backward a layer keeps no temporaries.
     changed["model_config"] = tuple(pair for pair in config.model_config if pair[0] != "token_chunk")
     return dataclasses.replace(config, **changed, **{name: getattr(given, name) for name in plain})
@@ -142,7 +142,7 @@ def load_frozen(config: TrainConfig, job: Job, weights: Any) -> tuple[ShardedMod
     Raises:
       ValueError: if the weights do not fit the job.
     """
-    plain = ("offload", "storage", "ema", "prefetch", "program")
+    plain = ("offload", "storage", "ema", "prefetch", "program", "init_optimizer")
     config = dataclasses.replace(config, **{name: getattr(TrainConfig, name) for name in plain})
     dtype = config.param_dtype or "float32"
     config = dataclasses.replace(config, init_from=str(weights), frozen=("**",), frozen_dtype=dtype)

@@ -157,9 +157,10 @@ class Run:
             rows, crossed = parts.global_batch, config.cross_documents
             # Raises most errors before weights are read and files are written. The first step reuses this trace.
             parts.step.trace(self.like, make_batch(parts.job, rows, parts.row_items, cross_documents=crossed))
+            is_resumed = bool(self.first)
             state = self._start_state(iterator, decides)
         if isinstance(self.source, PairSource):
-            begun, given = None if self.first else state, {"watch": self.watch, "say": self.say}
+            begun, given = None if is_resumed else state, {"watch": self.watch, "say": self.say}
             given["share"] = self._share(config.accumulate)
             self.source.reference = find_reference(self.source, parts, begun, self.run_dir, **given)
         described = {"config": dataclasses.asdict(config), "decides": decides, "changes": self.changes}
@@ -204,7 +205,13 @@ class Run:
             if self.config.resume is not None:
                 self.say("no checkpoint to resume from yet: starting with step 1")
                 self._rewind()
-            return self._first_state()
+            state = self._first_state()
+            self.first = int(state.step)  # more than 0 with --init-optimizer
+            if self.first >= self.config.steps:
+                raise ValueError(f"--init-optimizer: {self.config.init_from} has {self.first} steps; raise --steps")
+            if self.first:
+                self.say(f"continuing after its step {self.first}, with new data")
+            return state
         if found is None:  # a checkpoint without the base is restored onto a state that has it
             found = self._restore(self._first_state() if omits_base(self.config) else self.like)
         state, extras = found
@@ -222,13 +229,7 @@ class Run:
         if self.config.init_from is None:
             return self.parts.model.init(self.parts.tx, self.config.seed)
         self.say(f"starting from the weights of {self.config.init_from}")
-        state = load_weights(self.config, self.parts.job, self.parts.model, self.parts.tx)
-        self.first = int(state.step)
-        if self.first >= self.config.steps:
-            raise ValueError(f"--init-optimizer: {self.config.init_from} has {self.first} steps; set --steps to more")
-        if self.first:
-            self.say(f"continuing after its step {self.first}, with new data")
-        return state
+        return load_weights(self.config, self.parts.job, self.parts.model, self.parts.tx)
 
     def _restore_snapshot(self) -> tuple[TrainState, list[Any]] | None:
         """Restore like `_restore`, from the snapshot. Return None if there is none, or if it is damaged."""

@@ -14,13 +14,16 @@ from flax import nnx
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import jfsdp
+from jfsdp.checkpoint.foreign.adam import open_adam
 from jfsdp.checkpoint.foreign.deepspeed import DeepSpeedSource
+from jfsdp.checkpoint.foreign.export import write_safetensors
 from jfsdp.checkpoint.foreign.mapping import Exported, Imported, as_name_map
 from jfsdp.checkpoint.foreign.pretrained import fit_job, foreign_source, load_pretrained
-from jfsdp.checkpoint.source import read_whole
+from jfsdp.checkpoint.foreign.torch_source import load_torch
+from jfsdp.checkpoint.source import read_whole, subset
 from jfsdp.modules.adapt import as_model
 from jfsdp.trainer.job import load_job
-from tests.checkpoint.arrays import Arrays, arrays_of
+from tests.checkpoint.arrays import Arrays, arrays_of, assert_same_bits
 from tests.checkpoint.foreign.test_mapping import random_slices
 from tests.checkpoint.foreign.test_torch import write_dcp
 from tests.refusals import refuses, warning
@@ -96,7 +99,7 @@ def permuted(rows, heads):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_slices_of_weights_of_meta_and_of_fused_states_are_those_of_hugging_face(fused):
-    """`apply` gives the same leaves as the rules for Hugging Face, in any slice."""
+    """Imported gives the same leaves as the rules for Hugging Face, in any slice."""
     names = as_name_map(titan_job().pretrained)
     leaves = as_model(titan_job().model).params
     rng = np.random.default_rng(0)
@@ -121,8 +124,7 @@ def test_slices_of_weights_of_meta_and_of_fused_states_are_those_of_hugging_face
         theirs[f"{to}.feed_forward.w2.weight"] = of["mlp.down_proj.weight"]
         theirs[f"{to}.attention_norm.weight"] = of["input_layernorm.weight"]
         theirs[f"{to}.ffn_norm.weight"] = of["post_attention_layernorm.weight"]
-    chosen, view = names.apply(Arrays(theirs))
-    found = Imported(view, chosen, leaves)
+    found = Imported(Arrays(theirs), names.chosen_for(Arrays(theirs)), leaves)
     for name, value in ours.items():
         assert np.array_equal(read_whole(found, name), value), name
         for _ in range(20):
@@ -174,7 +176,58 @@ def test_incomplete_and_other_checkpoints_of_deepspeed_are_refused(tmp_path):
         contents["param_shapes"][0]["lm_head.weight"] = torch.Size([1000, 12])
         torch.save(contents, file)
 
-    refuses(case(5, "zero1", grow), "228 elements of lm_head.weight [1000, 12]")
+    refuses(case(5, "zero1", grow), "13,932 elements", "2,160")
+
+    def shrink(path):
+        file = path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+        contents = torch.load(file, weights_only=True)
+        del contents["param_shapes"][0]["model.layers.0.self_attn.q_proj.weight"]  # shifts the weights after it
+        torch.save(contents, file)
+
+    refuses(case(6, "zero3", shrink), "parameters of 924 elements and states of 996")
+
+
+def test_weights_of_deepspeed_need_no_states_and_no_class_of_other_contents(tmp_path):
+    def change(path):
+        for file in path.glob("*optim*"):
+            contents = load_torch(file, any_class=True)
+            contents["optimizer_state_dict"]["base_optimizer_state"]["state"] = {}  # as of plain SGD
+            save_torch(path / "new", contents).rename(file)  # the old file is mapped
+        file = path / "mp_rank_00_model_states.pt"
+        contents = torch.load(file, weights_only=True)
+        torch.save(contents | {"best": np.float64(1.5), "rng": np.random.default_rng(0), "path": Path("x")}, file)
+
+    changed = foreign_source(damaged(tmp_path, "zero1", change))
+    assert_same_bits(arrays_of(changed), arrays_of(foreign_source(THEIRS / "zero1")))
+
+
+def test_paths_next_to_a_run_are_refused_with_the_one_to_pass(tmp_path):
+    files = THEIRS / "zero1" / "global_step3"
+    refuses(lambda: foreign_source(THEIRS), "zero2, zero3", "torchtitan", "pass one")
+    refuses(lambda: foreign_source(next(files.glob("*_optim_states.pt"))), "pass its directory", files)
+    hf = tmp_path / "hf"
+    write_safetensors(Arrays({"w": np.zeros(3, np.float32)}), hf)
+    refuses(lambda: foreign_source(hf, training=True), "optimizer states", "leave out --init-optimizer")
+    shutil.copytree(THEIRS / "zero1", tmp_path / "trainer")
+    save_torch(tmp_path / "trainer" / "pytorch_model.bin", {"w": torch.zeros(3)})
+    assert foreign_source(tmp_path / "trainer").arrays.keys() == {"w"}
+    assert "lm_head.weight" in foreign_source(tmp_path / "trainer", training=True).arrays
+
+
+def test_a_tied_run_does_not_continue_untied():
+    job = fit_job(load_job("llama-tiny", None), THEIRS / "zero2", {}).with_config(tied=False)
+    model = sharded(job, mesh={"fsdp": 2}, frozen=("norm",))
+    load = lambda: load_pretrained(THEIRS / "zero2", model, adamw(), job.pretrained, optimizer=True)  # noqa: E731
+    refuses(load, "exp_avg of lm_head.kernel", "frozen=")
+
+
+def test_the_mapping_is_that_of_the_weights_also_if_moments_lack_its_names():
+    source = foreign_source(THEIRS / "torchtitan", "")
+    kept = [name for name in source.arrays if not ("state." in name and ".attention." in name)]
+    names, leaves = as_name_map(titan_job().pretrained).chosen_for(source), as_model(titan_job().model).params
+    trained = [name for name in leaves if ".attn." not in name]
+    moments, step = open_adam(subset(source, kept), names, leaves, trained, where="run")
+    assert step == 3 and moments.arrays.keys() == {f"{kind}.{name}" for kind in ("mu", "nu") for name in trained}
 
 
 class Net(nnx.Module):
@@ -281,6 +334,9 @@ def test_states_that_are_not_of_one_adam_are_refused(tmp_path):
     part = saved("frozen.pt", trained(**ADAM), lambda states: {"state": {"0.bias": states["state"]["0.bias"]}})
     refuses(lambda: load(part), "frozen.pt", "exp_avg of down.kernel (and 1 more)", "frozen=")
     refuses(lambda: load(good, optax.chain(adamw(), optax.adam(1.0))), "mu.down.kernel (2)")
+    refuses(lambda: load(good, optax.adabelief(1e-2)), "mu.down.kernel (0)", "optax.adamw")
+    nested = save_torch(tmp_path / "app.pt", {"app": torch.load(good, weights_only=True)})
+    assert int(load(nested)[2].step) == 2
     _, _, state = load(good)
     jfsdp.checkpoint.save(tmp_path / "ours", state)
     refuses(lambda: load(tmp_path / "ours"), "ours", "restore", "--resume")
@@ -290,6 +346,10 @@ def test_states_that_are_not_of_one_adam_are_refused(tmp_path):
     averaged = optax.chain(adamw(), jfsdp.optim.track_ema(0.9))
     with warning("good.pt", "ema.up.kernel"):
         load(good, averaged)
+    with warning("good.pt", "opt_state.1.ema"):
+        _, _, state = load(good, optax.chain(adamw(), optax.ema(0.9)))
+    counts = {role.name: int(x) for role, x in zip(state.roles.arrays, jax.tree.leaves(state.opt_state)) if not x.ndim}
+    assert counts == {"opt_state.0.0.count": 2, "opt_state.0.2.count": 2, "opt_state.1.count": 0}
 
     def broken(found):
         found["state"]["0.bias"]["exp_avg"] *= float("nan")
