@@ -382,11 +382,14 @@ def test_adapters_resume_on_the_weights_that_they_began_from(unbroken, options, 
 
 
 def test_a_run_of_deepspeed_continues_with_its_next_step(tmp_path, serve):
+    from jfsdp.cli import main as jfsdp
+
     tokens = np.random.default_rng(0).integers(18, size=4000).astype(np.uint16)
     (tmp_path / "tokens.bin").write_bytes(tokens.tobytes())
     (tmp_path / "tokens.bin.json").write_text('{"dtype": "uint16", "eod_id": 18}')
     theirs = ROOT / "tests" / "checkpoint" / "foreign" / "theirs" / "zero1"
-    given = ["--model", "llama-tiny", "--init-from", theirs, "--init-optimizer", "--data", tmp_path / "tokens.bin"]
+    given = ["--model", "llama-tiny", "--init-from", theirs, "--init-key", "module", "--init-optimizer"]
+    given += ["--data", tmp_path / "tokens.bin"]
     given += ["--seq-len", 8, "--batch-per-device", 4, "--eval-fraction", 0, "--log-every", 1]
     given += ["--lr-schedule", "linear", "--warmup", 0, "--min-learning-rate", 0, "--run-dir", tmp_path / "run"]
     done = serve(*given, "--steps", 3)
@@ -400,6 +403,7 @@ def test_a_run_of_deepspeed_continues_with_its_next_step(tmp_path, serve):
     done = serve(*given, "--steps", 6, "--resume", "--learning-rate", 1e-2)
     assert done.returncode == 0, done.stderr
     assert [line["step"] for line in read_metrics(tmp_path / "run")] == [4, 5, 6]
+    assert jfsdp(["evaluate", str(tmp_path / "run"), "--data", str(tmp_path / "tokens.bin")]) == 0
 
 
 def test_a_resumed_run_says_of_its_weights_what_it_said_before_or_what_they_say(tmp_path):

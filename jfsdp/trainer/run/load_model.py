@@ -145,7 +145,8 @@ def load_frozen(config: TrainConfig, job: Job, weights: Any) -> tuple[ShardedMod
     plain = ("offload", "storage", "ema", "prefetch", "program", "init_optimizer")
     config = dataclasses.replace(config, **{name: getattr(TrainConfig, name) for name in plain})
     dtype = config.param_dtype or "float32"
-    config = dataclasses.replace(config, init_from=str(weights), frozen=("**",), frozen_dtype=dtype)
+    key = config.init_key if str(weights) == config.init_from else None
+    config = dataclasses.replace(config, init_from=str(weights), init_key=key, frozen=("**",), frozen_dtype=dtype)
     model = shard_job(config, job, make_run_mesh(config))
     state = load_weights(config, job, model, optax.identity())
     adapter = f" with adapter {config.init_adapter}" if config.init_adapter else ""
