@@ -56,7 +56,7 @@ def tokens(step):
     return np.random.default_rng(step).integers(19, size=(4, 9)).astype(np.int32)
 
 
-TITAN = {"vocab_size": 19, "dim": 16, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "ffn_dim": 20}
+TITAN: dict[str, Any] = {"vocab_size": 19, "dim": 16, "num_heads": 4, "num_kv_heads": 2, "num_layers": 2, "ffn_dim": 20}
 TITAN |= {"norm_eps": 1e-5, "rope_theta": 10_000.0}
 
 
