@@ -171,11 +171,12 @@ def load_pretrained(
     if key is None and is_checkpoint(path):
         source = our_parameters(path, leaves, names, config)
     else:
-        source = in_all(lambda: pretrained_source(path, names, leaves, config=config, key=key, training=optimizer))
-    if adam is not None:
-        trained = [leaf.path for leaf in model.layout.leaves if leaf.trainable]
-        run = in_all(lambda: foreign_source(path, "", training=True))
-        moments, step = in_all(lambda: open_adam(run, source.names, leaves, trained, where=path))
+        how: dict[str, Any] = {"config": config, "key": key, "training": optimizer}
+        source = imported = in_all(lambda: pretrained_source(path, names, leaves, **how))
+        if adam is not None:
+            trained = [leaf.path for leaf in model.layout.leaves if leaf.trainable]
+            run = in_all(lambda: foreign_source(path, "", training=True))
+            moments, step = in_all(lambda: open_adam(run, imported.names, leaves, trained, where=path))
     if adapter is not None:
         source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters, leaves)))
     stored = [single_array(path, read[path], shape) for path, shape in model.leaf_shapes().items() if path in read]
@@ -195,8 +196,8 @@ def load_pretrained(
     if adam is None:
         return state
     if adam.others:
-        names = f"{', '.join(adam.others[:8])} (and {len(adam.others[8:])} more)"
-        warn(f"{path}: lacks states of the optimizer, which begin anew: {names}")
+        lacking = f"{', '.join(adam.others[:8])} (and {len(adam.others[8:])} more)"
+        warn(f"{path}: lacks states of the optimizer, which begin anew: {lacking}")
     return adam.fill(state, step, lambda stored: read_finite(stored, moments))
 
 
