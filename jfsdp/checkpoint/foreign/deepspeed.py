@@ -148,7 +148,7 @@ class _Rank:
             optimizer if isinstance(optimizer, list) else [optimizer["state"].get(i, {}) for i in range(len(weights))]
         )
         self.groups = [
-            {"": flat, **{kind: x for kind, x in state.items() if kind != "step" and hasattr(x, "numel")}}
+            {"": flat.detach(), **{kind: x for kind, x in state.items() if kind != "step" and hasattr(x, "numel")}}
             for flat, state in zip(weights, states, strict=True)
         ]
         # FusedAdam also has an unused count in its groups.
@@ -214,5 +214,5 @@ def _cut(tensors: Sequence[Any], start: int, length: int) -> Iterator[Part]:
     for tensor in tensors:
         low, high = max(start, 0), min(start + length, tensor.numel())
         if low < high:
-            yield tensor.detach(), low, high
+            yield tensor, low, high
         start -= tensor.numel()
