@@ -53,6 +53,7 @@ def test_plan_prints_json_that_says_all(saved, capsys):
     assert picture.startswith("<?xml") and picture.rstrip().endswith("</svg>")
 
 
+@pytest.mark.proof
 def test_no_line_of_a_plan_is_wider_than_its_terminal_and_no_word_is_cut(capsys, monkeypatch):
     for name, value in {"TTY_COMPATIBLE": "1", "COLUMNS": "80", "NO_COLOR": "1", "TERM": "xterm"}.items():
         monkeypatch.setenv(name, value)

@@ -48,7 +48,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", thin(["full", "none", "xla", "attention kept", "tensor"]))
+@pytest.mark.parametrize(
+    "name", [*thin(["full", "none", "xla", "attention kept"]), pytest.param("tensor", marks=pytest.mark.proof)]
+)
 def test_all_to_alls_send_the_bytes_of_the_formula_and_of_theory(name):
     mesh, options, expected, axes = CASES[name]
     found = plan(mesh, **options)

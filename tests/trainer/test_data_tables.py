@@ -177,7 +177,7 @@ def test_addresses_give_the_batches_of_local_files(tmp_path, monkeypatch):
                 if isinstance(directory, Path):
                     (directory / name).parent.mkdir(parents=True, exist_ok=True)
                 (directory / name).write_bytes(data)
-        for name in ("x", "x/**/*.jsonl", "x/a.jsonl", "y/*.bin", "y/t.bin"):
+        for name in ("x/**/*.jsonl", "y/*.bin"):
             check_same_batches(batches(f"{bucket}/data/{name}", 5), batches(str(tmp_path / name), 5))
         mixed = "{0}/x/a.jsonl:0.5,{0}/x/deep/b.jsonl:0.5"
         check_same_batches(batches(mixed.format(f"{bucket}/data"), 5), batches(mixed.format(tmp_path), 5))
