@@ -21,8 +21,8 @@ _FORMATS = {
 def titan_names(config: LlamaConfig) -> dict[str, Any]:
     """Return mappings of names, by a glob of names that only their format has.
 
-    Their Llama rotates neighboring elements of a head. Ours rotates the two halves, as Hugging Face does, so the rows
-    of the projections to queries and keys have another order. Qwen 3 rotates halves in both.
+    Their Llama rotates neighboring elements of a head. Ours rotates the two halves, as Hugging Face does. So the
+    projections to queries and keys have another order of rows. Qwen 3 rotates halves in both.
     """
     half = config.head_size // 2
     rotated = "in out -> out in" if config.qk_norm else f"in (heads pair=2 half={half}) -> (heads half pair) in"

@@ -88,7 +88,7 @@ class Writer:
         self._thread.start()
 
     def prepare(self, path: AnyPath, needed: int) -> AnyPath:
-        """Make room for an unfinished checkpoint of `needed` bytes, in process 0; return where to write it."""
+        """Prepare an unfinished checkpoint of `needed` bytes, in process 0; return where to write it."""
         raise NotImplementedError
 
     def check_process(self) -> None:

@@ -27,8 +27,10 @@ from jfsdp.train.update.roles import Kind, Role
 _STATE = re.compile(r"(?:(?P<optimizer>.*?)\.)?state\.(?P<name>.+)\.(?P<kind>\w+)")
 _MOMENTS = {"mu": "exp_avg", "nu": "exp_avg_sq"}
 _COUNTED = (
-    *(optax.ScaleByAdamState, optax.ScaleByScheduleState),
-    *(optax.InjectStatefulHyperparamsState, optax.InjectHyperparamsState),
+    optax.ScaleByAdamState,
+    optax.ScaleByScheduleState,
+    optax.InjectHyperparamsState,
+    optax.InjectStatefulHyperparamsState,
 )
 
 
@@ -83,10 +85,11 @@ def _find_states(source: Source, where: Any) -> dict[str, dict[str, str]]:
             "get_optimizer_state_dict(model, optimizer), or train without its states"
         )
     kinds = next(iter(optimizers.values()))
-    for kind in ("exp_avg_sq", "step", *kinds):
-        if unknown := kinds.get(kind) if kind not in ("exp_avg", "exp_avg_sq", "step") else None:
-            problem = f"has {next(iter(unknown.values()))}, which is not a state of Adam (amsgrad or another optimizer)"
-            raise ValueError(f"{where}: {problem}; train without its states")
+    if unknown := [kind for kind in kinds if kind not in (*_MOMENTS.values(), "step")]:
+        example = next(iter(kinds[unknown[0]].values()))
+        problem = f"has {example}, which is not a state of Adam (amsgrad or another optimizer)"
+        raise ValueError(f"{where}: {problem}; train without its states")
+    for kind in ("exp_avg_sq", "step"):
         if lacking := sorted({*kinds["exp_avg"]} - {*kinds.get(kind, ())}):
             problem = f"has no {kind} of {lacking[0]} (and {len(lacking) - 1} more), as Adam of PyTorch 1.12 or later"
             raise ValueError(f"{where}: {problem}; train without its states")

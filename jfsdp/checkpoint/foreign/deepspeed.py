@@ -32,15 +32,14 @@ Part = tuple[Any, int, int]  # a flat tensor, and a range of its elements
 Array = tuple[tuple[int, ...], list[Part]]  # a shape, and the parts that form the flattened array
 
 
-def find_deepspeed(path: Any) -> Path | None:
-    """Return the directory with a DeepSpeed checkpoint's files: the path, or the one in it that `latest` names.
+def find_deepspeed(path: Path) -> Path | None:
+    """Return the directory with a DeepSpeed checkpoint's files: this one, or the one in it that `latest` names.
 
     Raises:
       ValueError: if `latest` names a directory without these files.
     """
-    path = Path(path)
-    if not path.is_dir() or any(path.glob(f"*{_MODEL}")):
-        return path if path.is_dir() else None
+    if any(path.glob(f"*{_MODEL}")):
+        return path
     if not (latest := path / "latest").is_file():
         return None
     directory = inside(path, latest.read_text().strip())

@@ -30,7 +30,7 @@ from jfsdp.checkpoint.objects.reader import open_checkpoint
 from jfsdp.checkpoint.source import Encoded, Joined, Recast, Renamed, Source
 from jfsdp.checkpoint.to_devices import place
 from jfsdp.compat import warn
-from jfsdp.layout.codec import scales_of
+from jfsdp.layout.codec import Codec, scales_of
 from jfsdp.layout.lora import A, layer_shapes
 from jfsdp.layout.report import list_differences
 from jfsdp.objects.path import as_path, is_address
@@ -171,8 +171,8 @@ def load_pretrained(
     if key is None and is_checkpoint(path):
         source = our_parameters(path, leaves, names, config)
     else:
-        how: dict[str, Any] = {"config": config, "key": key, "training": optimizer}
-        source = imported = in_all(lambda: pretrained_source(path, names, leaves, **how))
+        imported = in_all(lambda: pretrained_source(path, names, leaves, config=config, key=key, training=optimizer))
+        source = imported
         if adam is not None:
             trained = [leaf.path for leaf in model.layout.leaves if leaf.trainable]
             run = in_all(lambda: foreign_source(path, "", training=True))
@@ -180,25 +180,35 @@ def load_pretrained(
     if adapter is not None:
         source = Joined(source, in_all(lambda: adapter_source(open_peft(adapter), names, adapters, leaves)))
     stored = [single_array(path, read[path], shape) for path, shape in model.leaf_shapes().items() if path in read]
-
-    def read_finite(stored: list[Stored], source: Source) -> list[jax.Array]:
-        counted = Counted(source)
-        cast = Recast(counted, {one.name: one.logical.dtype for one in stored if one.name not in codecs})
-        arrays = place(stored, Encoded(cast, codecs) if codecs else cast, one_replica=one_replica)
-        lines = sorted({line for found in gather_json(counted.lines()) for line in found})
-        refuse_nonfinite(path, lines, allow=allow_nonfinite)
-        if lines:
-            warn(f"{path}: {'; '.join(lines)}")
-        return arrays
-
-    arrays = read_finite(stored, source)
+    how = {"one_replica": one_replica, "allow_nonfinite": allow_nonfinite}
+    arrays = _place_finite(path, stored, source, codecs, **how)
     state = model.init_from(tx, dict(zip((path for path in every if path in read), arrays, strict=True)), seed)
     if adam is None:
         return state
     if adam.others:
         lacking = f"{', '.join(adam.others[:8])} (and {len(adam.others[8:])} more)"
         warn(f"{path}: lacks states of the optimizer, which begin anew: {lacking}")
-    return adam.fill(state, step, lambda stored: read_finite(stored, moments))
+    return adam.fill(state, step, lambda wanted: _place_finite(path, wanted, moments, {}, **how))
+
+
+def _place_finite(
+    path: Any,
+    arrays: list[Stored],
+    source: Source,
+    codecs: Mapping[str, Codec],
+    *,
+    one_replica: bool,
+    allow_nonfinite: bool,
+) -> list[jax.Array]:
+    """Read arrays to the devices, in their own dtypes. Refuse NaN and infinite values, or warn of them."""
+    counted = Counted(source)
+    cast = Recast(counted, {one.name: one.logical.dtype for one in arrays if one.name not in codecs})
+    placed = place(arrays, Encoded(cast, codecs) if codecs else cast, one_replica=one_replica)
+    lines = sorted({line for found in gather_json(counted.lines()) for line in found})
+    refuse_nonfinite(path, lines, allow=allow_nonfinite)
+    if lines:
+        warn(f"{path}: {'; '.join(lines)}")
+    return placed
 
 
 def is_checkpoint(path: Any) -> bool:

@@ -41,6 +41,7 @@ class Instruction:
       attributes: the raw text after the operands.
       arguments: the raw text of the operands: a constant's value, a parameter's number.
       stack: "file.py:12" of every frame, innermost first.
+      trip_count: how often a loop runs; None: it depends on a value, or this is no loop.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Instruction:
     arguments: str = ""
     stack: tuple[str, ...] = ()
     is_root: bool = False
+    trip_count: int | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -135,22 +137,22 @@ def parse_module(text: str) -> Module:
 
 
 def _with_trip_counts(computation: Computation, others: Mapping[str, Computation]) -> Computation:
-    """State the trip counts of loops that XLA has pipelined: it states their counter, but not its end."""
-    return dataclasses.replace(
-        computation,
-        instructions=tuple(
-            dataclasses.replace(one, attributes=f'{one.attributes} known_trip_count":{{"n":"{count}"}}')
-            if one.opcode == "while" and (count := _trip_count(one, computation, others)) is not None
-            else one
-            for one in computation.instructions
-        ),
+    """Add the trip counts of loops that XLA has pipelined: it states their counter, but not its end."""
+    unknown = [one for one in computation.instructions if one.opcode == "while" and one.trip_count is None]
+    counts = {loop.name: _trip_count(loop, computation, others) for loop in unknown}
+    if not counts:
+        return computation
+    instructions = (
+        dataclasses.replace(one, trip_count=counts[one.name]) if one.name in counts else one
+        for one in computation.instructions
     )
+    return dataclasses.replace(computation, instructions=tuple(instructions))
 
 
 def _trip_count(loop: Instruction, computation: Computation, others: Mapping[str, Computation]) -> int | None:
     """Return how often a loop of JAX runs whose counter, which grows by one, begins and ends at a constant."""
     place = re.search(r'known_induction_variable":\{"tuple_index":"(\d+)"', loop.attributes)
-    if "known_trip_count" in loop.attributes or place is None:
+    if place is None:
         return None
     start = computation.by_name[computation.by_name[loop.operands[0]].operands[int(place[1])]]
     while start.opcode == "copy":
@@ -159,9 +161,10 @@ def _trip_count(loop: Instruction, computation: Computation, others: Mapping[str
     if condition.root.opcode == "fusion":
         condition = others[condition.root.called[0]]
     end = condition.by_name.get(condition.root.operands[-1])
-    is_known = end is not None and (start.opcode, end.opcode) == ("constant", "constant")
     is_below = condition.root.opcode == "compare" and condition.root.attribute("direction") == "LT"
-    return int(end.arguments) - int(start.arguments) if end is not None and is_known and is_below else None
+    if end is None or not is_below or (start.opcode, end.opcode) != ("constant", "constant"):
+        return None
+    return int(end.arguments) - int(start.arguments)
 
 
 _HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -198,6 +201,7 @@ def _instruction(index: int, line: str, stacks: Mapping[str, tuple[str, ...]]) -
     end = _closing(line, found.end())
     arguments, attributes = line[found.end() : end], line[end + 1 :].removeprefix(", ")
     before, _, metadata = attributes.partition("metadata={")
+    known = re.search(r'known_trip_count":\{"n":"(\d+)"', attributes) if opcode == "while" else None
     stack, op_name = _stack(metadata, stacks), re.search(r'op_name="((?:[^"\\]|\\.)*)"', metadata)
     return Instruction(
         name=name,
@@ -212,6 +216,7 @@ def _instruction(index: int, line: str, stacks: Mapping[str, tuple[str, ...]]) -
         arguments=arguments,
         stack=stack,
         is_root=is_root is not None,
+        trip_count=int(known[1]) if known else None,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 
 from jfsdp.plan.hlo.parse import Computation, Instruction, Module
@@ -24,10 +23,9 @@ def trip_count(loop: Instruction) -> int:
     Raises:
       ValueError: if XLA does not state it, because it depends on a value.
     """
-    known = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
-    if known is None:
+    if loop.trip_count is None:
         raise ValueError(f"{loop.name}: XLA does not state how often it runs; use a loop of fixed length")
-    return int(known[1])
+    return loop.trip_count
 
 
 def executions(module: Module) -> tuple[Execution, ...]:

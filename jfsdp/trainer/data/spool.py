@@ -97,7 +97,7 @@ def _copy(path: AnyPath, source: Any, target: IO[bytes], text_field: str | None)
     try:
         shutil.copyfileobj(source, target, _BYTES)
     except (EOFError, zlib.error, ValueError, OSError) as error:
-        if getattr(error, "errno", None) is not None:  # of a disk or a store; those of gzip and pyarrow have none
+        if getattr(error, "errno", None) is not None:  # a disk or a store failed; errors of gzip and pyarrow have none
             raise
         raise ValueError(f"{path}: cannot be decompressed ({error}); copy it again, or leave it out") from error
 

@@ -26,7 +26,7 @@ from jfsdp.trainer.run import directory as runs
 from jfsdp.trainer.run.build import make_run_mesh
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.weights import find_job as job_of_run
-from jfsdp.trainer.run.weights import job_of_weights, load_weights, omits_base, open_checkpoints
+from jfsdp.trainer.run.weights import job_of_weights, key_of, load_weights, omits_base, open_checkpoints
 
 
 @dataclasses.dataclass
@@ -145,8 +145,8 @@ def load_frozen(config: TrainConfig, job: Job, weights: Any) -> tuple[ShardedMod
     plain = ("offload", "storage", "ema", "prefetch", "program", "init_optimizer")
     config = dataclasses.replace(config, **{name: getattr(TrainConfig, name) for name in plain})
     dtype = config.param_dtype or "float32"
-    key = config.init_key if str(weights) == config.init_from else None
-    config = dataclasses.replace(config, init_from=str(weights), init_key=key, frozen=("**",), frozen_dtype=dtype)
+    frozen: dict[str, Any] = {"frozen": ("**",), "frozen_dtype": dtype, "init_key": key_of(config, weights)}
+    config = dataclasses.replace(config, init_from=str(weights), **frozen)
     model = shard_job(config, job, make_run_mesh(config))
     state = load_weights(config, job, model, optax.identity())
     adapter = f" with adapter {config.init_adapter}" if config.init_adapter else ""

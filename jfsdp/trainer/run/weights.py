@@ -117,9 +117,8 @@ def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
     def open_weights(path: str) -> Any:
         if pretrained.is_checkpoint(path):
             return open_checkpoint(find_checkpoint(path))
-        is_first = path == config.init_from
-        key, training = config.init_key if is_first else None, is_first and config.init_optimizer
-        return pretrained.foreign_source(path, key, training=training)
+        training = config.init_optimizer and path == config.init_from
+        return pretrained.foreign_source(path, key_of(config, path), training=training)
 
     openers = {"init_from": open_weights, "reference": open_weights, "init_adapter": open_peft}
     openers |= {"tokenizer": read_tokenizer, "chat_template": partial(find_template, config.tokenizer or "byte")}
@@ -130,6 +129,11 @@ def check_paths(config: TrainConfig, stored: Mapping[str, Any]) -> None:
                 openers[name](value)
         except ValueError as error:
             raise ValueError(f"{spell(name)}: {error}") from error
+
+
+def key_of(config: TrainConfig, path: Any) -> str | None:
+    """Return the key of the dict with the model in the weights at a path; only those of --init-from have one."""
+    return config.init_key if str(path) == config.init_from else None
 
 
 def load_weights(config: TrainConfig, job: Job, model: Any, tx: Any) -> TrainState:
