@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from jfsdp.layout.strategy import Strategy as Strategy
     from jfsdp.layout.units import Unit as Unit
     from jfsdp.layout.units import by_size as by_size
+    from jfsdp.layout.wire import Wire as Wire
     from jfsdp.layout.wrapped import lora as lora
     from jfsdp.layout.wrapped import quantize as quantize
     from jfsdp.train.fully_shard import fully_shard as fully_shard

@@ -9,20 +9,24 @@ from typing import Any, ClassVar, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jfsdp.engine.driver.program import NamedCall
 from jfsdp.engine.unit import Arrays, Movement, Traced, call_traced
+from jfsdp.layout.codec import scales_of
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import HOST, Leaf
 from jfsdp.layout.precision import is_float
 from jfsdp.layout.units import ROOT
 
 SCOPE = "jfsdp"
+SCALES = f"{SCOPE}.scales"  # the scope of the maxima of a step's matrices
 UNIT_CALL = "jfsdp_unit_"  # prefix of the names of units' calls in a trace
 Pull = Callable[[jax.Array, Arrays | None], Arrays]
 Pairs = Sequence[tuple[Leaf, int]]  # each leaf with the number of layer dims that scans have removed
 T = TypeVar("T")
+E = TypeVar("E", bound="Engine")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,8 @@ class Engine(abc.ABC):
       layout: the layout of every leaf at every stage.
       mesh: the state's mesh; axes over which some stage is only partly split are split into parts.
       calls: the calls of units in the latest trace of a root, by their names in the trace.
+      scales: by leaf, the scales of the whole matrices that a step sends as codes, [layers]; see `with_scales`. A call
+        that the schedule does not run computes its own.
       writes_order: whether the program determines when each collective starts. Otherwise XLA does, and no gradient may
         wait in the carry of a loop, which would keep unreduced gradients in memory.
     """
@@ -42,20 +48,25 @@ class Engine(abc.ABC):
     layout: Layout
     mesh: Mesh
     calls: dict[str, NamedCall] = dataclasses.field(default_factory=dict, compare=False, kw_only=True)
+    scales: Arrays = dataclasses.field(default_factory=dict, compare=False, kw_only=True)
 
     writes_order: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
-        """Gather leaves from shards on the device, already cast, to their stored shape."""
+    def gather(self, pairs: Pairs, shards: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
+        """Gather leaves from shards on the device, already cast, to their stored shape; round those with a wire format.
+
+        Args:
+          scales: by leaf, known scales of matrices.
+        """
 
     @abc.abstractmethod
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
         """Slice whole leaves of stored shape to their `kept` stage."""
 
     @abc.abstractmethod
-    def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
-        """Gather leaves from their `kept` stage to their stored shape."""
+    def regather(self, pairs: Pairs, kept: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
+        """Gather leaves from their `kept` stage to their stored shape; `scales` as for `gather`."""
 
     @abc.abstractmethod
     def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
@@ -195,11 +206,17 @@ class Engine(abc.ABC):
         def reduce(grads: Arrays) -> Arrays:
             return _to_source(trained, self.reduce(trained, pad_all(trained, grads)))
 
+        def scales(shards: Arrays) -> Arrays:
+            return {leaf.path: shards[scales_of(leaf.path)] for leaf, _ in pairs if scales_of(leaf.path) in shards}
+
+        def regather(kept: Arrays) -> Arrays:
+            return unpad_all(pairs, self.regather(pairs, kept, scales(kept)))
+
         return Movement(
-            gather=scoped("gather", name, lambda shards: unpad_all(pairs, self.to_use(pairs, shards))),
+            gather=scoped("gather", name, lambda x: unpad_all(pairs, self.to_use(pairs, x, scales(x)))),
             reduce=scoped("reduce", name, reduce),
             keep=None if policy.reshard_after_forward is True else scoped("keep", name, keep),
-            regather=scoped("regather", name, lambda kept: unpad_all(pairs, self.regather(pairs, kept))),
+            regather=scoped("regather", name, regather),
             trainable=frozenset(leaf.path for leaf, _ in trained),
             remat=policy.remat,
         )
@@ -213,11 +230,52 @@ class Engine(abc.ABC):
         """Return shapes and dtypes of gathered weights."""
         return self.layout.full_shapes({leaf.path: sliced for leaf, sliced in self.pairs(shards)})
 
-    def to_use(self, pairs: Pairs, shards: Arrays) -> Arrays:
-        """Copy offloaded shards to the device, cast them, and gather them to their stored shape."""
+    def to_use(self, pairs: Pairs, shards: Arrays, scales: Mapping[str, jax.Array] | None = None) -> Arrays:
+        """Copy offloaded shards to the device, cast them, and gather them to their stored shape; round wire formats.
+
+        Args:
+          scales: by leaf, known scales of matrices.
+        """
         cast = {leaf.path: to_device(shards[leaf.path]).astype(leaf.stage("use").dtype) for leaf, _ in pairs}
         split = [(leaf, sliced) for leaf, sliced in pairs if leaf.stage(leaf.source).axes]
-        return cast | self.gather(split, {leaf.path: cast[leaf.path] for leaf, _ in split})
+        moved = self.gather(split, {leaf.path: cast[leaf.path] for leaf, _ in split}, scales or {})
+        whole = [(leaf, sliced) for leaf, sliced in pairs if leaf.path not in moved and leaf.gather_wire]
+        return cast | moved | {x.path: self.rounded(x, n, cast[x.path], scales or {}) for x, n in whole}
+
+    def encode(
+        self, leaf: Leaf, sliced: int, value: jax.Array, scales: Mapping[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the codes of a leaf's shard and the scales, which are those of the whole leaf.
+
+        Cost: without known scales of whole matrices, a maximum over devices.
+        """
+        assert leaf.gather_wire is not None, leaf.path
+        codec, known = leaf.gather_wire.codec, scales.get(leaf.path)
+        if not codec.block and known is None:
+            known = codec.to_scales(self.max_rows(matrix_amax(value, leaf.stacked - sliced)))
+        return codec.encode(value, scales=known)
+
+    def rounded(self, leaf: Leaf, sliced: int, value: jax.Array, scales: Mapping[str, jax.Array]) -> jax.Array:
+        """Encode and decode a leaf, with a barrier: XLA may remove two conversions that follow each other."""
+        assert leaf.gather_wire is not None, leaf.path
+        coded = jax.lax.optimization_barrier(self.encode(leaf, sliced, value, scales))
+        return leaf.gather_wire.codec.decode(*coded, value.dtype)
+
+    def with_scales(self: E, source: Arrays) -> E:
+        """Return the engine with the scales of all matrices of a step that are sent with one scale.
+
+        Cost: one all-reduce of a number per matrix and layer.
+        """
+        wires = [x for x in map(self.layout.by_path.__getitem__, source) if x.gather_wire and not x.gather_wire.block]
+        if not wires:
+            return self
+        with jax.named_scope(SCALES):
+            found = [matrix_amax(to_device(source[x.path]).astype(x.stage("use").dtype), x.stacked) for x in wires]
+            largest = self.max_rows(jnp.concatenate([x.ravel() for x in found]))
+            parts = jnp.split(largest, np.cumsum([x.size for x in found])[:-1])
+            pairs = zip(wires, found, parts, strict=True)
+            scales = {x.path: x.gather_wire.codec.to_scales(part.reshape(one.shape)) for x, one, part in pairs}
+        return dataclasses.replace(self, scales=scales)
 
     def gather_all(self, source: Arrays) -> Arrays:
         """Gather parameters at once, in their stored shape, for steps that keep them through all microbatches.
@@ -234,13 +292,20 @@ class Engine(abc.ABC):
         Layout:  [D/axes F] -> [D/kept F] in the dtype in use.
         Cost:    one all-gather of every leaf, over the devices that do not split it at stage `kept`.
         """
-        cast = {path: to_device(x).astype(self.layout.by_path[path].stage("use").dtype) for path, x in source.items()}
+        pairs = [(self.layout.by_path[path], 0) for path in source]
+        cast = {leaf.path: to_device(source[leaf.path]).astype(leaf.stage("use").dtype) for leaf, _ in pairs}
+        cast |= {x.path: self.rounded(x, n, cast[x.path], {}) for x, n in pairs if x.gather_wire}
         return self.constrain(cast, "kept")
 
     def put(self, values: Arrays, stage: str) -> Arrays:
         """Bring leaves on the device to the layout and memory of `stage`."""
         constrained = self.constrain(values, stage)
         return {path: to_memory(value, self.layout.by_path[path], stage) for path, value in constrained.items()}
+
+
+def matrix_amax(value: jax.Array, layers: int) -> jax.Array:
+    """Return the largest absolute value of each matrix in a stack, in float32. Layout: [layers ...] -> [layers]."""
+    return jnp.max(jnp.abs(value), tuple(range(layers, value.ndim))).astype(jnp.float32)
 
 
 def scoped(verb: str, unit: str, move: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:

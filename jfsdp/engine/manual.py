@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,6 +28,7 @@ from jfsdp.engine import movements
 from jfsdp.engine.driver.run import run
 from jfsdp.engine.driver.schedule import Prefetch
 from jfsdp.engine.engine import Engine, Pairs, Pull, T, pad_all, to_device
+from jfsdp.engine.movements import ALL_TO_ALL, CALL, GATHER, REDUCE, Move
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.flat import move_together
 from jfsdp.layout.leaf import Leaf
@@ -80,30 +81,74 @@ class ManualEngine(Engine):
                 found.setdefault((leaf.path, move.when), []).append(move)
         return found
 
-    def _move(self, when: str, leaf: Leaf, sliced: int, value: jax.Array) -> jax.Array:
+    def _move(self, when: str, scales: Mapping[str, jax.Array], leaf: Leaf, sliced: int, value: jax.Array) -> jax.Array:
         """Execute the movements of a leaf or a buffer."""
-        for move in self._moves.get((leaf.path, when), ()):
-            axes = self.layout.axes_on(self.mesh, move.axes)
-            if move.kind == movements.GATHER:
-                axes = self._names(leaf, move.stage)
-            value = self._collect(move.kind, value.astype(move.dtype), axes, leaf, sliced)
+        moves = self._moves.get((leaf.path, when), ())
+        if leaf.gather_wire and when in (movements.FORWARD, movements.BACKWARD) and not any(x.wire for x in moves):
+            value = self.rounded(leaf, sliced, value, scales)  # its format is for another level
+        return self._execute(moves, leaf, sliced, value, scales)
+
+    def _execute(
+        self,
+        moves: Iterable[Move],
+        leaf: Leaf,
+        sliced: int,
+        value: jax.Array,
+        scales: Mapping[str, jax.Array] | None = None,
+    ) -> jax.Array:
+        for move in moves:
+            if move.is_scales or (move.of_sum and move.kind == GATHER):
+                continue  # with the movement before
+            if move.wire is None:
+                value = self._collect(move, value.astype(move.dtype), leaf, sliced)
+            elif move.kind == GATHER:
+                codes, own = self.encode(leaf, sliced, value, scales or {})
+                codes = self._collect(move, codes, leaf, sliced)
+                own = self._collect(move, own, leaf, sliced) if move.wire.block else own
+                value = move.wire.codec.decode(codes, own, value.dtype)
+            else:
+                value = self._collect(move, value, leaf, sliced)
         return value
 
-    def _move_all(self, when: str, pairs: Pairs, values: Arrays) -> Arrays:
-        return move_together(self.layout, pairs, values, functools.partial(self._move, when))
+    def _move_all(
+        self, when: str, pairs: Pairs, values: Arrays, scales: Mapping[str, jax.Array] | None = None
+    ) -> Arrays:
+        return move_together(self.layout, pairs, values, functools.partial(self._move, when, scales or {}))
 
-    def _collect(self, kind: str, value: jax.Array, axes: tuple[str, ...], leaf: Leaf, sliced: int) -> jax.Array:
-        dim = None if leaf.dim is None else leaf.dim - sliced
+    def _collect(self, move: Move, value: jax.Array, leaf: Leaf, sliced: int) -> jax.Array:
+        """Execute one collective."""
+        axes, dim = self._axes_of(move), 0 if leaf.dim is None else leaf.dim - sliced
 
         def collect(value: jax.Array) -> jax.Array:
-            if kind == movements.REDUCE:
+            if move.kind == REDUCE:
                 return jax.lax.psum(value, axes)
-            assert dim is not None, leaf.path
-            if kind == movements.GATHER:
-                return jax.lax.all_gather(value, axes, axis=dim, tiled=True)
-            return jax.lax.psum_scatter(value, axes, scatter_dimension=dim, tiled=True)
+            if move.wire and move.kind == ALL_TO_ALL:
+                layers = leaf.stacked - sliced
+                return sum_of_codes(value, move, axes, dim, layers, self.layout.reduce_dtype(leaf))
+            shape, place = value.shape, dim + (move.strands > 1)
+            if move.strands > 1:
+                value = value.reshape(*shape[:dim], move.strands, shape[dim] // move.strands, *shape[dim + 1 :])
+            if move.kind == GATHER:
+                value = jax.lax.all_gather(value, axes, axis=place, tiled=True)
+            else:
+                value = jax.lax.psum_scatter(value, axes, scatter_dimension=place, tiled=True)
+            return value.reshape(*shape[:dim], -1, *shape[dim + 1 :]) if move.strands > 1 else value
 
         return self._by_part(leaf, sliced, collect, value)
+
+    def _axes_of(self, move: Move) -> tuple[str, ...]:
+        """Return the mesh axes of a movement; with a level, those between or inside groups of neighbouring devices."""
+        axes = self._names(move.leaf, move.stage) if move.stage else self.layout.axes_on(self.mesh, move.axes)
+        if not move.level:
+            return axes
+        names = self.layout.axes_on(self.mesh, self.layout.data_axes)
+        strides = {name: math.prod(self.mesh.shape[x] for x in names[place + 1 :]) for place, name in enumerate(names)}
+        wire = move.leaf.gather_wire if move.stage else move.leaf.reduce_wire
+        assert wire is not None and isinstance(wire.between, int), move
+        inner = [name for name in axes if strides[name] < wire.between]
+        outer = axes[: len(axes) - len(inner)]
+        assert axes == (*outer, *inner), axes  # groups of neighbours are minor
+        return outer if move.level == movements.OUTER else tuple(inner)
 
     def _by_part(self, leaf: Leaf, sliced: int, fn: Callable[[jax.Array], jax.Array], value: jax.Array) -> jax.Array:
         """Compute `fn` on a device's part of a leaf; see [Note: cuts in a shard_map].
@@ -199,7 +244,7 @@ class ManualEngine(Engine):
         outer = {x.path: self._to_outer(x, summed[x.path].astype(x.stage("grad").dtype)) for x, _ in pairs}
         return outer if weight is None else {path: x * weight for path, x in outer.items()}
 
-    def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
+    def gather(self, pairs: Pairs, shards: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
         """All-gather leaves along their split dim.
 
         Layout:  [D/axes F] -> [D F]
@@ -207,7 +252,7 @@ class ManualEngine(Engine):
         """
         # The barrier keeps computations on these weights from moving before another unit's gather.
         here = jax.lax.optimization_barrier(shards)
-        return self._move_all(movements.FORWARD, pairs, here)
+        return self._move_all(movements.FORWARD, pairs, here, scales)
 
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
         """Slice whole leaves to their `kept` stage. Moves no data between devices."""
@@ -222,9 +267,9 @@ class ManualEngine(Engine):
         cuts = {leaf.path: functools.partial(cut, leaf, sliced) for leaf, sliced in pairs}
         return {leaf.path: self._by_part(leaf, sliced, cuts[leaf.path], whole[leaf.path]) for leaf, sliced in pairs}
 
-    def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
+    def regather(self, pairs: Pairs, kept: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
         """All-gather leaves from their `kept` stage."""
-        return self._move_all(movements.BACKWARD, pairs, kept)
+        return self._move_all(movements.BACKWARD, pairs, kept, scales)
 
     def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
         """Sum whole gradients, of logical shape, over the axes that are not deferred.
@@ -258,8 +303,8 @@ class ManualEngine(Engine):
         """
 
         def scatter(leaf: Leaf, sliced: int, grad: jax.Array) -> jax.Array:
-            grad, axes = grad.astype(self.layout.reduce_dtype(leaf)), self._names(leaf, leaf.source)
-            return self._collect(movements.SCATTER, grad, axes, leaf, sliced) if axes else grad
+            axes = leaf.stage(leaf.source).axes
+            return self._execute(movements.sums(self.layout, leaf, CALL, axes, axes, 1), leaf, sliced, grad)
 
         return move_together(self.layout, pairs, grads, scatter)
 
@@ -267,14 +312,10 @@ class ManualEngine(Engine):
         """Bring a gradient from the derivative of a unit's call to the layout and dtype of its accumulator."""
         leaf = self.layout.by_path[path]
         done, accumulator = leaf.stage(leaf.source).axes, movements.accumulator_axes(leaf, self.deferred)
-        grad = to_device(grad).astype(self.layout.reduce_dtype(leaf))
-        further = self.layout.axes_on(self.mesh, [axis for axis in accumulator if axis not in done])
-        if further:
-            grad = self._collect(movements.SCATTER, grad, further, leaf, 0)
+        further = [axis for axis in accumulator if axis not in done]
         rest = [axis for axis in self.layout.data_axes if axis not in (*self.deferred, *done, *accumulator)]
-        if rest:
-            grad = self._collect(movements.REDUCE, grad, self.layout.axes_on(self.mesh, rest), leaf, 0)
-        grad = grad.astype(leaf.stage("grad").dtype)
+        sums = movements.sums(self.layout, leaf, CALL, (*further, *rest), further, self.layout.num_shards(done))
+        grad = self._execute(sums, leaf, 0, to_device(grad)).astype(leaf.stage("grad").dtype)
         if set(done) <= set(accumulator):
             return grad
         # The accumulator is whole until the last microbatch; a gradient that is already scattered fills one part of it.
@@ -289,6 +330,29 @@ class ManualEngine(Engine):
     def _names(self, leaf: Leaf, stage: str) -> tuple[str, ...]:
         """Return the mesh axes that split a stage."""
         return () if leaf.dim is None else self.layout.stage_axes_on(self.mesh, leaf.stage(stage))
+
+
+def sum_of_codes(value: jax.Array, move: Move, axes: tuple[str, ...], dim: int, layers: int, dtype: str) -> jax.Array:
+    """Exchange codes of partial sums, and sum them in float32; see [Note: what a wire format means].
+
+    Layout:  [D F]{unreduced axes} -> [D/axes F]; [D F] if the movement is part of an all-reduce
+    Dtype:   any -> float32; `dtype` after an all-reduce.
+    Cost:    one all-to-all of codes and one of scales; for an all-reduce also an all-gather in `dtype`.
+    """
+    assert move.wire is not None
+    codec, num = move.wire.codec, jax.lax.axis_size(axes)
+    dim = movements.exchanged_dim(value.shape, layers) if move.of_sum else dim
+    size, padding = value.shape[dim], -value.shape[dim] % num
+    if padding:
+        value = jnp.pad(value, [(0, padding if place == dim else 0) for place in range(value.ndim)])
+    parts = value.reshape(*value.shape[:dim], num, -1, *value.shape[dim + 1 :])
+    sent = codec.encode(jnp.moveaxis(parts, dim, 0))
+    codes, scales = (jax.lax.all_to_all(x, axes, 0, 0, tiled=True) for x in sent)
+    summed = jnp.sum(codec.decode(codes, scales, jnp.float32), 0)
+    if not move.of_sum:
+        return summed
+    whole = jax.lax.all_gather(summed.astype(dtype), axes, axis=dim, tiled=True)
+    return jax.lax.slice_in_dim(whole, 0, size, axis=dim)
 
 
 def _is_doubled(leaf: Leaf) -> bool:

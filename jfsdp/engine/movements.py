@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fractions import Fraction
 
 from jfsdp.engine.pipeline.schedule import Passes, StageCalls
@@ -21,6 +21,7 @@ from jfsdp.engine.spec import XLA, StepSpec
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.precision import item_bytes
+from jfsdp.layout.wire import Wire
 
 GATHER, SCATTER, REDUCE, ALL_TO_ALL = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
 
@@ -28,6 +29,7 @@ MATRICES = "matrices"  # the scope of operations on whole matrices, followed by 
 
 # When a leaf moves: before the first microbatch; around each call of its unit; after the last; in the update.
 STEP, FORWARD, BACKWARD, CALL, LAST, UPDATE = "step", "forward", "backward", "call", "last", "update"
+OUTER, INNER = "outer", "inner"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +46,11 @@ class Move:
       pieces: the gathered (or not yet summed) array is one of this many pieces of the leaf.
       times: how often it runs per step; a fraction if the layers of a stack do not all move as often.
       stage: the stage that a gather reads.
+      wire: its wire format; None: values in `dtype`.
+      is_scales: whether it moves the scales that belong to codes.
+      level: OUTER or INNER, if it runs between or inside groups of neighbouring devices only.
+      strands: the moved array has this many groups of rows, which the devices of INNER split separately.
+      of_sum: whether it is part of an all-reduce by exchange: see [Note: what a wire format means] in layout/wire.py.
       is_of_matrices: whether it moves whole matrices in the update; `leaf` is the first of a batch of equal leaves.
     """
 
@@ -57,11 +64,20 @@ class Move:
     times: int | Fraction = 1
     stage: str = ""
     is_of_matrices: bool = False
+    wire: Wire | None = None
+    is_scales: bool = False
+    level: str = ""
+    strands: int = 1
+    of_sum: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the gathered or not yet reduced array, all layers of a stack together."""
-        return self.leaf.piece_shape(self.pieces)
+        shape = list(self.leaf.piece_shape(self.pieces))
+        if self.of_sum:
+            dim = exchanged_dim(shape, self.leaf.stacked)
+            shape[dim] += -shape[dim] % self.group_size
+        return self.wire.codec.scale_shape(tuple(shape)) if self.wire and self.is_scales else tuple(shape)
 
     @property
     def wire_bytes(self) -> float:
@@ -104,7 +120,7 @@ def movements(layout: Layout, spec: StepSpec, calls: Mapping[str, int] | None = 
         if layout.num_stages > 1:
             times = 1
         if leaf.unit in spec.gathered:
-            found += _gather(layout, leaf, leaf.source, STEP)
+            found += _gather(layout, leaf, leaf.source, STEP, by_xla=True)
         elif leaf.unit in layout.kept_in_pipeline:
             found += _keep(layout, leaf)
         for move in of_leaf(running, running_leaf, spec.deferred, in_one=in_one):
@@ -159,17 +175,17 @@ def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bo
         that only shards are sent between groups.
     """
     reshard = layout.policy(leaf.unit).reshard_after_forward
-    yield from _gather(layout, leaf, leaf.source, FORWARD)
-    yield from _gather(layout, leaf, leaf.source if reshard is True else "kept", BACKWARD)
+    yield from _gather(layout, leaf, leaf.source, FORWARD, by_xla=in_one)
+    yield from _gather(layout, leaf, leaf.source if reshard is True else "kept", BACKWARD, by_xla=in_one)
     if not leaf.trainable:
         return
     accumulator = accumulator_axes(leaf, deferred)
     immediate = [axis for axis in layout.data_axes if axis not in deferred]
     inner = [axis for axis in _axes(leaf, leaf.source) if axis in accumulator and not in_one]
     outer, split = ([axis for axis in axes if axis not in inner] for axes in (immediate, accumulator))
-    yield from _sum(layout, leaf, CALL, inner, inner, 1)
-    yield from _sum(layout, leaf, CALL, outer, split, layout.num_shards(inner))
-    yield from _sum(layout, leaf, LAST, deferred, last_axes(leaf, deferred), layout.num_shards(accumulator))
+    yield from sums(layout, leaf, CALL, inner, inner, 1)
+    yield from sums(layout, leaf, CALL, outer, split, layout.num_shards(inner))
+    yield from sums(layout, leaf, LAST, deferred, last_axes(leaf, deferred), layout.num_shards(accumulator))
 
 
 def deferred_axes(layout: Layout, *, accumulate: int, once: bool, repeats: bool = False) -> tuple[str, ...]:
@@ -210,10 +226,45 @@ def _axes(leaf: Leaf, name: str) -> tuple[str, ...]:
     return () if stage is None or leaf.dim is None else stage.axes
 
 
-def _gather(layout: Layout, leaf: Leaf, stage: str, when: str) -> Iterator[Move]:
+def _gather(layout: Layout, leaf: Leaf, stage: str, when: str, *, by_xla: bool = False) -> Iterator[Move]:
+    """Yield the gather from a stage; XLA gathers at once, without levels."""
     size = layout.num_parts(leaf.stage(stage)) if _axes(leaf, stage) else 1
     if size > 1:
-        yield Move(leaf, when, GATHER, _axes(leaf, stage), leaf.stage("use").dtype, size, stage=stage)
+        move = Move(leaf, when, GATHER, _axes(leaf, stage), leaf.stage("use").dtype, size, stage=stage)
+        levels = _levels(layout, move, leaf.gather_wire, leaf.stage(stage).ways)
+        outer, inner = (move, None) if by_xla and leaf.gather_wire else levels
+        if outer:
+            yield from _coded(dataclasses.replace(outer, pieces=size // outer.group_size), leaf.gather_wire)
+        if inner:
+            yield inner
+
+
+def _levels(layout: Layout, move: Move, wire: Wire | None, ways: int | None = None) -> tuple[Move | None, Move | None]:
+    """Return a movement between groups of neighbouring devices, and one inside; None for a level of one device."""
+    if wire is None:
+        return None, move
+    inside = layout.num_inside(move.axes, wire.between, ways)
+    outside = move.group_size // inside
+    if inside == 1 or outside == 1:
+        return (move, None) if inside == 1 else (None, move)
+    outer = dataclasses.replace(move, group_size=outside, level=OUTER)
+    return outer, dataclasses.replace(move, group_size=inside, level=INNER, strands=outside)
+
+
+def _coded(move: Move, wire: Wire | None) -> Iterator[Move]:
+    """Yield the movement of an array, or of its codes and of the scales of its blocks."""
+    if wire is None:
+        yield move
+        return
+    codes = dataclasses.replace(move, wire=wire, dtype=wire.dtype)
+    yield codes
+    if wire.block:
+        yield dataclasses.replace(codes, dtype=wire.codec.scale_dtype, is_scales=True)
+
+
+def exchanged_dim(shape: Sequence[int], stacked: int) -> int:
+    """Return the dim of an array that an all-reduce by exchange splits: the largest but the last, with the blocks."""
+    return max(range(stacked, len(shape) - 1), key=lambda dim: shape[dim])
 
 
 def _keep(layout: Layout, leaf: Leaf) -> Iterator[Move]:
@@ -225,17 +276,32 @@ def _keep(layout: Layout, leaf: Leaf) -> Iterator[Move]:
         yield Move(leaf, STEP, GATHER, axes, leaf.stage("use").dtype, size, parts, stage=leaf.source)
 
 
-def _sum(
+def sums(
     layout: Layout, leaf: Leaf, when: str, axes: Collection[str], split: Collection[str], pieces: int
 ) -> Iterator[Move]:
-    """Yield a sum over `axes`: a reduce-scatter over the axes in `split`, an all-reduce over the others."""
+    """Yield a sum over `axes`: a reduce-scatter over the axes in `split`, an all-reduce over the others.
+
+    Args:
+      pieces: the array is one of this many pieces of the leaf.
+    """
     assert set(split) <= set(axes), f"{split} of {axes}"
-    dtype, parts = layout.reduce_dtype(leaf), layout.num_shards(split)
+    dtype, parts, wire = layout.reduce_dtype(leaf), layout.num_shards(split), leaf.reduce_wire
     rest = tuple(axis for axis in axes if axis not in split)
     if parts > 1:
-        yield Move(leaf, when, SCATTER, tuple(split), dtype, parts, pieces)
+        outer, inner = _levels(layout, Move(leaf, when, SCATTER, tuple(split), dtype, parts, pieces), wire)
+        if inner:
+            yield inner
+        if outer:
+            exchange = dataclasses.replace(outer, kind=ALL_TO_ALL, pieces=pieces * parts // outer.group_size)
+            yield from _coded(exchange, wire)
     if layout.num_shards(rest) > 1:
-        yield Move(leaf, when, REDUCE, rest, dtype, layout.num_shards(rest), pieces * parts)
+        all_reduce = Move(leaf, when, REDUCE, rest, dtype, layout.num_shards(rest), pieces * parts)
+        outer, inner = _levels(layout, all_reduce, wire)
+        if inner:
+            yield dataclasses.replace(inner, strands=1)
+        if outer:
+            yield from _coded(dataclasses.replace(outer, kind=ALL_TO_ALL, of_sum=True), wire)
+            yield dataclasses.replace(outer, kind=GATHER, of_sum=True)
 
 
 def _updates(layout: Layout, leaf: Leaf) -> Iterator[Move]:

@@ -10,7 +10,7 @@ docs/log.md has the counts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -42,19 +42,43 @@ class XlaEngine(Engine):
 
         return jax.tree.map(state, super().split_rows(batch, num))
 
-    def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
-        """All-gather leaves in their dtype in use; see [Note: low precision on the wire]."""
-        stated = {leaf.path: self._constrain(shards[leaf.path], leaf, leaf.source, sliced) for leaf, sliced in pairs}
-        stated = jax.lax.optimization_barrier(stated)
-        return {leaf.path: self._constrain(stated[leaf.path], leaf, "use", sliced) for leaf, sliced in pairs}
+    def gather(self, pairs: Pairs, shards: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
+        """All-gather leaves in their dtype in use, or as codes; see [Note: low precision on the wire]."""
+        return self._gather(pairs, shards, None, scales)
+
+    def _gather(self, pairs: Pairs, values: Arrays, stage: str | None, scales: Mapping[str, jax.Array]) -> Arrays:
+        """Gather from a stage; None: from rest."""
+        sent: dict[str, Sequence[jax.Array]] = {}
+        for leaf, sliced in pairs:
+            value = values[leaf.path]
+            sent[leaf.path] = self.encode(leaf, sliced, value, scales) if leaf.gather_wire else (value,)
+
+        def constrain(sent: Any, stage: str | None) -> Any:
+            return {
+                leaf.path: [
+                    self._constrain(x, leaf, stage or leaf.source, sliced) if x.ndim == len(leaf.shape) - sliced else x
+                    for x in sent[leaf.path]
+                ]
+                for leaf, sliced in pairs
+            }
+
+        whole = constrain(jax.lax.optimization_barrier(constrain(sent, stage)), "use")
+        return {
+            leaf.path: leaf.gather_wire.codec.decode(*whole[leaf.path], leaf.stage("use").dtype)
+            if leaf.gather_wire
+            else whole[leaf.path][0]
+            for leaf, _ in pairs
+        }
 
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
         """Slice whole leaves to their `kept` stage. Moves no data between devices."""
         return {leaf.path: self._constrain(whole[leaf.path], leaf, "kept", sliced) for leaf, sliced in pairs}
 
-    def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
+    def regather(self, pairs: Pairs, kept: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
         """All-gather leaves from their `kept` stage."""
-        return {leaf.path: self._constrain(kept[leaf.path], leaf, "use", sliced) for leaf, sliced in pairs}
+        coded = [(leaf, sliced) for leaf, sliced in pairs if leaf.gather_wire]
+        whole = {leaf.path: self._constrain(kept[leaf.path], leaf, "use", sliced) for leaf, sliced in pairs}
+        return whole | self._gather(coded, kept, "kept", scales)
 
     def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
         """Sum gradients over the data axes into the layout of their accumulator.

@@ -23,6 +23,7 @@ from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, is_inexact, i
 from jfsdp.layout.split_dim import DimChoice, choose_dim
 from jfsdp.layout.strategy import Split, Strategy
 from jfsdp.layout.units import UnitInfo
+from jfsdp.layout.wire import Wire, check_blocks
 
 
 @checked
@@ -86,6 +87,13 @@ def build_layout(
         adapters=adapters,
     )
     _ = layout.sub_axes  # raises if numbers of devices do not divide each other
+    for field in ("gather_wire", "reduce_wire"):
+        if getattr(mp_policy, field) and not any(getattr(leaf, field) for leaf in table):
+            what = "matrix" if field == "gather_wire" else "trained matrix"
+            raise ValueError(
+                f"{field}={getattr(mp_policy, field).dtype!r}: no unit below the root has a {what}; name the model's "
+                'layers (units=), or give the root the format (per_unit={"": {"mp_policy": ...}})'
+            )
     return form.store(layout)
 
 
@@ -113,6 +121,13 @@ def _build_leaf(
         stages = {name: stage and Stage((), stage.dtype) for name, stage in stages.items()} | {"work": None}
     if not choice.is_ignored and math.prod(shape[unit.stacked :]) >= min_size:
         stages = _offload(stages, offload)
+    gather_wire, reduce_wire = _wires(path, shape, use, unit, policy.mp_policy, choice)
+    last = len(shape) - 1
+    parts = math.prod(cut.parts for cut in choice.cuts if cut.dim == last)
+    parts *= _num_shards(stages, sizes) if split.dim == last else 1
+    for field, wire in {"gather_wire": gather_wire, "reduce_wire": reduce_wire}.items():
+        if wire:
+            check_blocks(path, field, wire, shape, parts)
     return Leaf(
         path=path,
         shape=shape,
@@ -126,7 +141,29 @@ def _build_leaf(
         stages=tuple(stages.items()),
         cuts=choice.cuts,
         per_item=choice.per_item,
+        gather_wire=gather_wire,
+        reduce_wire=reduce_wire if trainable else None,
     )
+
+
+def _wires(
+    path: str, shape: tuple[int, ...], use: str, unit: UnitInfo, policy: MixedPrecisionPolicy, choice: Choice
+) -> tuple[Wire | None, Wire | None]:
+    """Return the wire formats of a leaf's gathers and of its gradient: those of its unit, for matrices."""
+    if choice.is_ignored or choice.is_scales or len(shape) - unit.stacked < 2:
+        return None, None
+    if policy.gather_wire and choice.coded:
+        raise ValueError(
+            f"{path}: is quantized ({choice.coded}), and its codes are also what is gathered, so gather_wire="
+            f"{policy.gather_wire.dtype!r} does not apply; remove gather_wire from its unit {unit.name!r} (per_unit), "
+            "or leave it out of jfsdp.quantize"
+        )
+    return (policy.gather_wire, policy.reduce_wire) if is_float(use) else (None, None)
+
+
+def _num_shards(stages: Mapping[str, Stage | None], sizes: Mapping[str, int]) -> int:
+    """Return the number of parts into which a leaf's finest stage splits it."""
+    return max(math.prod(sizes.get(axis, 1) for axis in stage.axes) for stage in stages.values() if stage)
 
 
 def _check_stages(units: Mapping[str, UnitInfo], stages: int) -> None:
@@ -173,9 +210,8 @@ def _choose_dim(
 ) -> DimChoice:
     if choice.is_ignored:
         return DimChoice(None, 0, f"replicated: {choice.placed}")
-    num_shards = max(math.prod(sizes.get(axis, 1) for axis in stage.axes) for stage in stages.values() if stage)
     options = {"stacked": unit.stacked, "min_size": min_size, "dim": choice.dim, "cuts": choice.cuts}
-    return choose_dim(path, shape, num_shards, **options)
+    return choose_dim(path, shape, _num_shards(stages, sizes), **options)
 
 
 def _reason(split: DimChoice, choice: Choice, dtype: str, users: tuple[str, ...] | None) -> str:

@@ -1,4 +1,4 @@
-"""Codecs: frozen weights in 8 or 4 bits, at rest and in gathers, with a scale for each block.
+"""Codecs: values in 8 or 4 bits, with a scale for each block, or one for a matrix: frozen weights and wire formats.
 
 [Note: where codes are]
 The codes of a leaf replace its values, and its scales are a separate leaf next to it: `kernel` and `kernel.scales`.
@@ -9,6 +9,7 @@ Blocks are along the last dim of the logical shape, so that the bits of the code
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 from jfsdp.layout.select import select_leaves
 
 SCALES = "scales"
+AMAX, POWER_OF_TWO = "bfloat16", "power_of_two"  # forms of scales
 
 # Quantiles of a normal distribution, with zero among them (QLoRA, arXiv 2305.14314, appendix E).
 _NF4 = (
@@ -35,21 +37,23 @@ class Codec:
 
     Attributes:
       bits: bits of a code; two codes of 4 bits share a byte, the first in its low half.
-      block: elements that share a scale, which is their largest absolute value.
-      levels: values of the codes, in units of the scale; (): code / 127.
+      block: elements that share a scale; 0: all elements of a matrix.
+      levels: values of the codes, in units of the scale; (): the codes are numbers.
+      scale: AMAX: scales are the largest absolute values. POWER_OF_TWO: the smallest powers of two with which all
+        elements are in the range of the codes; a decoded value then has the same code again.
       scale_dtype: the dtype of the scales.
+      dtype: the dtype of the codes at rest and in collectives.
+      top: the largest code.
     """
 
     name: str
     bits: int
     block: int
     levels: tuple[float, ...] = ()
+    scale: str = AMAX
     scale_dtype: str = "bfloat16"
-
-    @property
-    def dtype(self) -> str:
-        """The dtype of the codes at rest and in gathers."""
-        return "int8" if self.bits == 8 else "uint8"
+    dtype: str = "int8"
+    top: int = 127
 
     @property
     def per_item(self) -> int:
@@ -62,23 +66,31 @@ class Codec:
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return (*shape[:-1], shape[-1] // self.block)
 
+    @property
+    def _steps(self) -> int:
+        """The code whose value is the scale."""
+        return self.top if self.scale == AMAX else 1
+
     def value_shape(self, codes: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the decoded values."""
         return (*codes[:-1], codes[-1] * self.per_item)
 
-    def encode(self, values: Any, xp: Any = jnp) -> tuple[Any, Any]:
+    def encode(self, values: Any, xp: Any = jnp, scales: Any = None) -> tuple[Any, Any]:
         """Return codes and scales of floating-point values.
 
-        Layout:  [... F] -> [... F/per_item], [... F/block]
+        Layout:  [... F] -> [... F/per_item], [... F/block]; with one scale per matrix [L D F] -> [L D F], [L].
 
         Args:
           xp: jax.numpy, or numpy for values on the host; codes are equal.
+          scales: from `scales`; required if a matrix has one scale.
         """
-        blocks, scales = self._blocks(values, xp), self.scales(values, xp)
-        wide = scales.astype(xp.float32)[..., None]
+        blocks, scales = self._blocks(values, xp), self.scales(values, xp) if scales is None else scales
+        wide = self._spread(scales, blocks)
         ratio = xp.where(wide == 0, 0, blocks / xp.where(wide == 0, 1, wide)).reshape(values.shape)
         if not self.levels:
-            return xp.clip(xp.round(ratio * 127), -127, 127).astype(xp.int8), scales
+            ratio = ratio * self._steps
+            ratio = ratio if self.dtype != "int8" else xp.round(ratio)
+            return xp.clip(ratio, -self.top, self.top).astype(jnp.dtype(self.dtype)), scales
         levels = np.asarray(self.levels, np.float32)
         places = xp.searchsorted(xp.asarray((levels[1:] + levels[:-1]) / 2), ratio).astype(xp.uint8)
         pairs = places.reshape(*values.shape[:-1], -1, 2)
@@ -86,26 +98,49 @@ class Codec:
 
     def scales(self, values: Any, xp: Any = jnp) -> Any:
         """Return only the scales of `encode`. Layout: [... F] -> [... F/block]."""
-        return xp.max(xp.abs(self._blocks(values, xp)), axis=-1).astype(jnp.dtype(self.scale_dtype))
+        return self.to_scales(xp.max(xp.abs(self._blocks(values, xp)), axis=-1), xp)
+
+    def to_scales(self, amax: Any, xp: Any = jnp) -> Any:
+        """Return the scales for these largest absolute values (float32); they are not finite if the values are not."""
+        scales = amax if self.scale == AMAX else power_of_two(amax, self.top, xp)
+        return scales.astype(jnp.dtype(self.scale_dtype))
 
     def _blocks(self, values: Any, xp: Any) -> Any:
-        return values.astype(xp.float32).reshape(*values.shape[:-1], -1, self.block)
+        wide = values.astype(xp.float32)
+        return wide.reshape(*values.shape[:-1], -1, self.block) if self.block else wide
 
-    def decode(self, codes: jax.Array, scales: jax.Array) -> jax.Array:
-        """Return the values, in the dtype of the scales. Moves no data between devices.
+    def _spread(self, scales: Any, blocks: Any) -> Any:
+        """Bring scales to float32 and to a shape that broadcasts against blocks."""
+        return scales.astype(np.float32).reshape(*scales.shape, *[1] * (blocks.ndim - scales.ndim))
 
-        Layout:  [... F/per_item], [... F/block] -> [... F]
+    def decode(self, codes: jax.Array, scales: jax.Array, dtype: Any = None) -> jax.Array:
+        """Return the values, by default in the dtype of the scales. Moves no data between devices.
+
+        Layout:  as `encode`, reversed.
         """
         if self.levels:
             pairs = jnp.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
             ratio = jnp.asarray(self.levels, jnp.float32)[pairs]
         else:
-            ratio = codes.astype(jnp.float32) / 127
-        blocks = ratio.reshape(*scales.shape, self.block) * scales.astype(jnp.float32)[..., None]
-        return blocks.reshape(*scales.shape[:-1], -1).astype(scales.dtype)
+            ratio = codes.astype(jnp.float32) / self._steps
+        blocks = ratio.reshape(*scales.shape, self.block) if self.block else ratio
+        values = (blocks * self._spread(scales, blocks)).reshape(ratio.shape)
+        return values.astype(dtype or scales.dtype)
 
 
-CODECS = {codec.name: codec for codec in (Codec("nf4", 4, 64, _NF4), Codec("int4", 4, 64, _INT4), Codec("int8", 8, 64))}
+def power_of_two(amax: Any, top: float, xp: Any = jnp) -> Any:
+    """Return the smallest power of two (float32) by which `amax` is divided to at most `top`; 1 for 0.
+
+    It is not finite if `amax` is not.
+    """
+    mantissa, exponent = xp.frexp(amax.astype(np.float32) / np.float32(top))
+    power = xp.ldexp(xp.ones_like(mantissa), xp.clip(exponent - (mantissa == 0.5), -126, 127))
+    return xp.where(amax == 0, 1, xp.where(xp.isfinite(amax), power, amax)).astype(np.float32)
+
+
+_PACKED = functools.partial(Codec, bits=4, block=64, dtype="uint8")
+_KINDS = (_PACKED("nf4", levels=_NF4), _PACKED("int4", levels=_INT4), Codec("int8", 8, 64))
+CODECS = {codec.name: codec for codec in _KINDS}  # of `jfsdp.quantize`
 Coded = Mapping[Any, str]  # by selector, the name of a codec
 
 

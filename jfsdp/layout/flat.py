@@ -45,6 +45,11 @@ def in_buffers(layout: Layout) -> Layout:
             f"storage={FLAT!r}: the leaves of a unit are stored in one array, which mesh axis {PIPE!r} (size "
             f"{layout.num_stages}) cannot cut into layers; use storage='per_parameter'"
         )
+    if coded := [leaf for leaf in layout.leaves if leaf.gather_wire or leaf.reduce_wire]:
+        raise ValueError(
+            f"storage={FLAT!r}: {coded[0].path} has a wire format ({coded[0].gather_wire or coded[0].reduce_wire}), "
+            "whose blocks would straddle the leaves of a buffer; use storage='per_parameter'"
+        )
     groups: dict[tuple[object, ...], list[Leaf]] = {}
     for leaf in layout.leaves:
         cuts = tuple(cut.axis for cut in leaf.cuts)

@@ -20,6 +20,7 @@ from jfsdp.layout.policy import UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, item_bytes
 from jfsdp.layout.strategy import Strategy
 from jfsdp.layout.units import UnitInfo
+from jfsdp.layout.wire import num_inside
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -109,6 +110,11 @@ class Layout:
             for _, stage in leaf.stages:
                 if stage is not None and stage.ways is not None:
                     ways.setdefault(stage.axes[0], {}).setdefault(stage.ways, leaf.unit)
+            for wire in filter(None, (leaf.gather_wire, leaf.reduce_wire)):
+                for axis in self.data_axes:
+                    inside = self.num_inside((axis,), wire.between)
+                    if 1 < inside < self.num_shards((axis,)):
+                        ways.setdefault(axis, {}).setdefault(inside, leaf.unit)
         return {axis: split_axis(axis, dict(self.mesh_sizes)[axis], units) for axis, units in ways.items()}
 
     def gathered(self, units: Collection[str] | None = None, to: str = "use") -> Layout:
@@ -176,6 +182,11 @@ class Layout:
         """Return the number of parts into which these axes split a dim."""
         sizes = dict(self.mesh_sizes)
         return math.prod(sizes.get(axis, 1) for axis in axes)
+
+    def num_inside(self, axes: Sequence[str], between: int | str | None, ways: int | None = None) -> int:
+        """Return how many devices of a collective's group are in one group of `between` devices; see `num_inside`."""
+        sizes = {axis: self.num_shards((axis,)) for axis in DATA_AXES}
+        return num_inside(sizes, axes, between, ways=ways)  # type: ignore[arg-type]
 
     def num_parts(self, stage: Stage) -> int:
         """Return the number of parts into which a stage splits a leaf's dim."""
@@ -287,8 +298,8 @@ def split_axis(axis: str, size: int, ways: Mapping[int, str]) -> tuple[tuple[str
         if large % small:
             other = f"{large} ways (unit {ways[large]!r})" if large in ways else "as a whole"
             raise ValueError(
-                f"reshard_after_forward splits axis {axis!r} (size {size}) {small} ways (unit {ways[small]!r}) and "
-                f"{other}; choose numbers that divide each other"
+                f"reshard_after_forward (or a Wire's between) splits axis {axis!r} (size {size}) {small} ways (unit "
+                f"{ways[small]!r}) and {other}; choose numbers that divide each other"
             )
     sizes = [large // small for small, large in itertools.pairwise(bounds)][::-1]
     return tuple(zip(SUB_AXES[axis], sizes, strict=False))

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jax.sharding import PartitionSpec
 
 from jfsdp.layout.mesh import PIPE
+from jfsdp.layout.wire import Wire
 
 DEVICE, HOST = "device", "pinned_host"
 PER_PARAMETER, FLAT = "per_parameter", "flat"  # storage forms
@@ -66,7 +67,8 @@ class Cut:
 class Leaf:
     """One parameter: its logical shape, its unit, its split dim and padding with the reason, its stages and its cuts.
 
-    An element contains `per_item` of the model's values: more than 1 for codes, and 0 for scales.
+    An element contains `per_item` of the model's values: more than 1 for codes, and 0 for scales. Its gathers and the
+    reductions of its gradient may have wire formats.
 
     Stages: `param` (the master at rest), `work` (the low-precision copy at rest, or None), `use`, `kept`, `grad`,
       `opt` (both None for a leaf that is not trained). Stages split one part of a leaf that is cut.
@@ -84,6 +86,8 @@ class Leaf:
     stages: tuple[tuple[str, Stage | None], ...]
     cuts: tuple[Cut, ...] = ()
     per_item: int = 1
+    gather_wire: Wire | None = None
+    reduce_wire: Wire | None = None
 
     def stage(self, name: str) -> Stage:
         stage = dict(self.stages)[name]

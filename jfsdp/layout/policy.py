@@ -134,6 +134,7 @@ def resolve_policies(
     remat: Remat,
     per_unit: Mapping[str, Mapping[str, Any]] | None,
     node_size: Callable[[], int],
+    host_size: Callable[[], int],
 ) -> dict[str, UnitPolicy]:
     """Return the policy of each unit: the defaults with the overrides of `per_unit`, by globs over unit names.
 
@@ -142,8 +143,9 @@ def resolve_policies(
     `reshard_after_forward=None` follows the strategy: the root unit stays gathered, and the others use the strategy's
     default. A global `output_dtype` applies to the model's outputs, one for a unit to the unit's outputs. `remat`
     applies to the units below the root; the root (the loss function) recomputes only with `per_unit={"": ...}`.
-    `node_size` returns the number of neighbouring devices of one host over which a parameter is split, or raises a
-    ValueError with the reason why not; it is called only for "node".
+    Wire formats are those of the units below the root. `node_size` returns the number of neighbouring devices of one
+    host over which a parameter is split, or raises a ValueError with the reason why not; `host_size` does so for all
+    neighbours. They are called only for "node".
 
     Raises:
       ValueError: for an unknown remat or setting, a glob that matches no unit, or a contradiction with the strategy.
@@ -166,15 +168,33 @@ def resolve_policies(
                         f"{value!r}; make one of the globs narrower"
                     )
     defaults = {"mp_policy": mp_policy, "reshard_after_forward": reshard_after_forward, "remat": remat}
-    root = {**defaults, "remat": "none"}
+    no_wires = dataclasses.replace(mp_policy, gather_wire=None, reduce_wire=None)
+    root = {**defaults, "remat": "none", "mp_policy": no_wires}
     defaults["mp_policy"] = dataclasses.replace(mp_policy, output_dtype=None)
     settings = {name: {**(defaults if name else root), **overrides[name]} for name in names}
     policies = {name: _resolve(name, strategy, node_size, **settings[name]) for name in names}
+    policies = {name: _with_host_size(name, policy, host_size) for name, policy in policies.items()}
     for name, policy in policies.items():
         if policy.mp_policy.loss_scale not in (None, mp_policy.loss_scale):
             raise ValueError(f"unit {name!r}: per_unit sets loss_scale, but units share one loss; set it in mp_policy")
     UnitPolicy(mp_policy, False, remat)  # raises for a wrong remat even if no unit uses it
     return policies
+
+
+def _with_host_size(name: str, policy: UnitPolicy, host_size: Callable[[], int]) -> UnitPolicy:
+    """Replace "node" in wire formats by a number of devices."""
+    wires = {}
+    for field in ("gather_wire", "reduce_wire"):
+        wire = getattr(policy.mp_policy, field)
+        if wire is not None and wire.between == NODE:
+            try:
+                wires[field] = dataclasses.replace(wire, between=host_size())
+            except ValueError as error:
+                raise ValueError(
+                    f"unit {name or '(root)'}: {field} is a Wire(between={NODE!r}), and {error}; pass between=n, the "
+                    "number of neighbouring devices inside a host"
+                ) from error
+    return dataclasses.replace(policy, mp_policy=dataclasses.replace(policy.mp_policy, **wires))
 
 
 def _check_settings(pattern: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:

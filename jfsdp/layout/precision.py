@@ -11,6 +11,7 @@ import numpy as np
 
 from jfsdp.arguments import checked, did_you_mean
 from jfsdp.layout.loss_scale import LossScale
+from jfsdp.layout.wire import as_wire
 
 FLOAT_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -27,6 +28,10 @@ class MixedPrecisionPolicy:
       cast_forward_inputs: cast floating inputs of the model's call, and of each unit's calls, to `param_dtype`.
       frozen_dtype: frozen floating parameters at rest.
       loss_scale: how the loss is scaled, by default dynamically if a unit computes in float16; not in `per_unit`.
+      gather_wire: a `Wire`, or its dtype: the format in which matrices of the units below the root are gathered; the
+        root's only with `per_unit={"": ...}`. Each such matrix is rounded when it is used, gathered or not.
+      reduce_wire: a `Wire`, or its dtype: the format in which gradients of these matrices are exchanged between
+        devices, and summed in float32. For program "manual".
 
     Dtypes may be given as names or as numpy/JAX dtypes; they are stored as names. Non-floating leaves are never cast.
     """
@@ -37,10 +42,25 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: bool = True
     frozen_dtype: Any = None
     loss_scale: LossScale | None = None
+    gather_wire: Any = None
+    reduce_wire: Any = None
 
     def __post_init__(self) -> None:
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "frozen_dtype"):
             object.__setattr__(self, field, float_dtype_name(field, getattr(self, field)))
+        for field in ("gather_wire", "reduce_wire"):
+            object.__setattr__(self, field, as_wire(field, getattr(self, field)))
+        wire = self.reduce_wire
+        if wire and not wire.block:
+            raise ValueError(
+                f"reduce_wire {wire.dtype!r} has one scale per matrix, but each device has other gradients; pass "
+                f"Wire({wire.dtype!r}, block=256)"
+            )
+        if wire and wire.between is None and self.reduce_dtype not in (None, self.param_dtype):
+            raise ValueError(
+                f"reduce_wire={wire.dtype!r} and reduce_dtype={self.reduce_dtype!r} contradict each other: both are "
+                "the format of gradients between all devices; remove one, or pass Wire(..., between='node')"
+            )
 
     def use_dtype(self, dtype: str) -> str:
         """Return the dtype in use of a leaf whose master copy has `dtype`."""

@@ -113,6 +113,7 @@ def fully_shard(
         remat=remat,
         per_unit=per_unit,
         node_size=functools.cache(functools.partial(_node_size, mesh, strategy)),
+        host_size=functools.cache(functools.partial(meshes.node_size, mesh)),
     )
     check_offloads(policies, mesh)
     check_aliases(placements, flax_model.params, flax_model.types, flax_model.aliases)

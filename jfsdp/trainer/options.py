@@ -142,6 +142,16 @@ class ShardingOptions(Options):
     float16 uses dynamic loss scaling; the included models support it on GPUs only."""
     reduce_dtype: Dtype = option(None, "precision", "refused")
     """Dtype of the gradient reduction; a dtype other than --param-dtype needs manual. none: --param-dtype."""
+    gather_wire: Annotated[str | None, optional(str, "DTYPE[:BLOCK][@BETWEEN]|none")] = option(
+        None, "precision", "refused"
+    )
+    """Gather matrices below the root unit in 8 bits: float8 (one scale per matrix) or int8 (one per BLOCK elements,
+    256); @node or @N: only between hosts, or groups of N devices. none: --param-dtype."""
+    reduce_wire: Annotated[str | None, optional(str, "DTYPE[:BLOCK][@BETWEEN]|none")] = option(
+        None, "precision", "refused"
+    )
+    """Exchange the gradients of these matrices in 8 bits and sum them in float32, such as int8 or int8@node; needs
+    manual. none: --reduce-dtype."""
     frozen: Annotated[Words, tyro.conf.arg(metavar="GLOB,...")] = option(
         (), "frozen weights and adapters", "refused", read=words()
     )
@@ -281,7 +291,7 @@ def sharding_arguments(options: ShardingOptions) -> dict[str, Any]:
     from jfsdp.layout.policy import OffloadPolicy, SaveNames
     from jfsdp.layout.precision import MixedPrecisionPolicy
 
-    dtypes = ("param_dtype", "reduce_dtype", "frozen_dtype")
+    dtypes = ("param_dtype", "reduce_dtype", "frozen_dtype", "gather_wire", "reduce_wire")
     policy: dict[str, Any] = {name: getattr(options, name) for name in dtypes}
     plain = ("strategy", "opt_over", "reshard_after_forward", "storage")
     return {name: getattr(options, name) for name in plain} | {

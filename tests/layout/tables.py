@@ -66,6 +66,7 @@ def make_table(
         remat=remat,
         per_unit=per_unit,
         node_size=lambda: node_size,
+        host_size=lambda: node_size,
     )
     return build_layout(
         shapes,

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jfsdp.engine.driver.program import Call, Loop
 from jfsdp.engine.engine import Engine
 from jfsdp.engine.unit import Arrays, Movement
+from jfsdp.layout.codec import scales_of
 
 Entry = tuple[Call, Loop | None, int]  # a call, its loop and its iteration
 
@@ -74,7 +75,12 @@ class Weights:
         """Gather from shards."""
         values = [(name, sliced, self.source[name]) for name, sliced in call.shards.items()]
         shards = {name: at(value, iteration) if sliced else value for name, sliced, value in values}
-        return self.movement(call).gather(self.after(shards, tie))
+        return self.movement(call).gather(self.after(shards, tie) | self._scales(call, iteration))
+
+    def _scales(self, call: Call, iteration: Any) -> Arrays:
+        """Return the known scales of a call's weights, by the names of scales."""
+        known = [(name, sliced, self.engine.scales.get(name)) for name, sliced in call.shards.items()]
+        return {scales_of(name): at(x, iteration) if sliced else x for name, sliced, x in known if x is not None}
 
     def fetch(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
         """Start a gather for the forward; return None if nothing is gathered."""
@@ -98,7 +104,7 @@ class Weights:
         kept = self.kept[call]
         if call in self.looped:
             kept = jax.tree.map(lambda x: at(x, iteration), kept)
-        return self.movement(call).regather(self.after(kept, tie))
+        return self.movement(call).regather(self.after(kept, tie) | self._scales(call, iteration))
 
     def after(self, values: Any, tie: Any) -> Any:
         """Return values that depend on `tie`, if the program determines when gathers start."""

@@ -145,7 +145,7 @@ class _Pipeline:
             shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), (dict(source), state, rows))
             engine = dataclasses.replace(engine, auto_axes=own, calls={})
             layers = Trace(ShardedApply(apply.model, engine), fn, *shapes)
-        engine = dataclasses.replace(engine, layout=layout.in_stage(), calls={})
+        engine = dataclasses.replace(engine, layout=layout.in_stage(), calls={}, scales={})
         self.stage = Stage(layers, engine, prefetch, layout.num_stages, repeats)
         if repeats > 1:
             cast = {key: to_device(x).astype(layout.by_path[key].stage("use").dtype) for key, x in self.staged.items()}

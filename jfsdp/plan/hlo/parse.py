@@ -252,6 +252,8 @@ def hlo_dtype(name: str) -> str:
     """Return HLO's name of a dtype: bf16 for bfloat16."""
     if name in _HLO_DTYPES:
         return _HLO_DTYPES[name]
+    if name.startswith("float8_"):
+        return f"f8{name.removeprefix('float8_')}"
     letters = name.rstrip("0123456789")
     return _HLO_PREFIXES.get(letters, letters) + name[len(letters) :]
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jfsdp.context.rows import SCOPE
+from jfsdp.engine.engine import SCALES
 from jfsdp.engine.movements import ALL_TO_ALL, GATHER, MATRICES, REDUCE, SCATTER, Move, wire_bytes
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf, cut_sizes
@@ -28,7 +29,7 @@ from jfsdp.plan.hlo.op_names import find_scopes, split_names
 
 SCALAR_ELEMENTS = 64  # arrays up to this size that fit no leaf are counts, norms and similar
 _WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # forms of a leaf in a collective that theory does not expect
-_MOVES = (GATHER, SCATTER, REDUCE)
+_MOVES = (GATHER, SCATTER, REDUCE, ALL_TO_ALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +70,14 @@ class Attribution:
         for move in moves:
             key = move.kind, _group_key(move.kind, move.group_size)
             self.remaining[move.leaf.path, *key] += int(move.times * math.prod(move.shape))
-            self._index(key, move.leaf, move.pieces)
-            self._index(_PIECES, move.leaf, move.pieces)
+            self._index(key, move.leaf, move.pieces, move)
+            self._index(_PIECES, move.leaf, move.pieces, move)
 
-    def _index(self, key: tuple[Any, ...], leaf: Leaf, pieces: int) -> None:
+    def _index(self, key: tuple[Any, ...], leaf: Leaf, pieces: int, move: Move | None = None) -> None:
         """Index a leaf by its shapes and sizes in a collective (`key`)."""
         shapes = set(_shapes(leaf, pieces))
+        if move is not None and move.wire:
+            shapes = {move.shape[sliced:] for sliced in range(leaf.stacked + 1)}
         for shape in {_dims(shape) for shape in shapes} | {math.prod(shape) for shape in shapes}:
             leaves = self.by_shape.setdefault((*key, shape), [])
             if leaf not in leaves:
@@ -110,6 +113,8 @@ class Attribution:
     def _find(self, item: Collective, dims: tuple[int, ...], units: Sequence[str], taken: Counter[str]) -> str | None:
         """Return the path of an array's leaf; "" for a scalar; None: unknown."""
         size = math.prod(dims)
+        if SCALES in item.op_name:
+            return ""
         if item.kind not in _MOVES and not (item.kind == PERMUTE and "jfsdp." in item.op_name):
             return None
         candidates = self._candidates(item, dims)

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jfsdp.engine.movements import REDUCE, SCATTER, Move, deferred_axes, movements
+from jfsdp.engine.movements import ALL_TO_ALL, REDUCE, SCATTER, Move, deferred_axes, movements, wire_bytes
 from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
@@ -166,7 +166,7 @@ def make_ledger(
     for sent in own_theory.sent if own_theory else ():
         row = rows.find(ROOT, OWN, sent.kind, sent.dtype, sent.axes, layout.num_shards(sent.axes))
         row.expected_bytes += sent.wire_bytes
-    allowed = float(SCALARS_BYTES * spec.accumulate)
+    allowed = float(SCALARS_BYTES * spec.accumulate) + scales_bytes(layout)
     return Ledger(rows.finish(allowed), tuple(unknown), unknown_bytes, tuple(parts), own_theory)
 
 
@@ -174,6 +174,13 @@ def one_microbatch(layout: Layout, calls: Mapping[str, int] | None = None) -> St
     """Return the spec of a step of program "manual" with one microbatch and these calls of units."""
     repeats = any(num > 1 for num in (calls or {}).values())
     return StepSpec(deferred=deferred_axes(layout, accumulate=1, once=False, repeats=repeats))
+
+
+def scales_bytes(layout: Layout) -> float:
+    """Return the bytes that a device sends for the maxima of all matrices that are sent with one scale."""
+    leaves = [leaf for leaf in layout.leaves if leaf.gather_wire and not leaf.gather_wire.block]
+    numbers = sum(math.prod(leaf.shape[: leaf.stacked]) for leaf in leaves)
+    return wire_bytes(REDUCE, 4.0 * numbers, layout.num_shards(layout.data_axes))
 
 
 class _Rows:
@@ -230,7 +237,7 @@ class _Rows:
         if leaf is None:
             yield self.find(ROOT, "scalars", *key), size
             return
-        what = "gradients" if key[0] in (SCATTER, REDUCE) else "parameters"
+        what = "gradients" if key[0] in (SCATTER, REDUCE, ALL_TO_ALL) else "parameters"
         if is_of_matrices:
             what = "updates"
         elif leaf.dim is None and self.layout.num_shards(self.layout.strategy.axes("opt")) > 1:

@@ -80,7 +80,8 @@ class Gradients:
         engine = apply.engine
 
         def on_rows(source: Arrays, model_state: Arrays, batch: Any, scale: jax.Array) -> Summed:
-            grads, loss, after = self._sum(apply, source, engine.own_state(model_state), batch, scale)
+            own = ShardedApply(apply.model, engine.with_scales(source), functools.partial(check_weight, apply.layout))
+            grads, loss, after = self._sum(own, source, engine.own_state(model_state), batch, scale)
             loss = merge(engine.sum_rows, engine.max_rows, loss)
             grads = engine.finish(grads, _as_divisor(loss.weight) if self.is_scaled else None)
             return Summed(grads, loss, engine.common_state(model_state, after))

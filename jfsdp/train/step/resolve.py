@@ -147,6 +147,12 @@ def check_needs(layout: Layout, config: StepConfig) -> list[str]:
     found += [f"storage={layout.storage!r}"] if layout.buffers else []
     found += [f"mesh axis {PIPE!r} (size {layout.num_stages})"] if layout.num_stages > 1 else []
     for leaf in layout.leaves:
+        gather, reduce = leaf.gather_wire, leaf.reduce_wire
+        if reduce or (gather and gather.between):
+            field = "reduce_wire" if reduce else "gather_wire"
+            found.append(f"{field}={str(reduce or gather)!r} (weights of unit {leaf.unit or '(root)'})")
+            break
+    for leaf in layout.leaves:
         wanted, use = layout.reduce_dtype(leaf), leaf.stage("use").dtype
         if leaf.trainable and wanted != use:
             found.append(f"reduce_dtype={wanted!r} (weights of unit {leaf.unit or '(root)'} are gathered in {use})")
