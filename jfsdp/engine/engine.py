@@ -22,6 +22,7 @@ from jfsdp.layout.units import ROOT
 
 SCOPE = "jfsdp"
 SCALES = f"{SCOPE}.scales"  # the scope of the maxima of a step's matrices
+METER = "rounding"  # among gradients by name: not a gradient, see `measures_gradients`
 UNIT_CALL = "jfsdp_unit_"  # prefix of the names of units' calls in a trace
 Pull = Callable[[jax.Array, Arrays | None], Arrays]
 Pairs = Sequence[tuple[Leaf, int]]  # each leaf with the number of layer dims that scans have removed
@@ -74,7 +75,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
-        """Sum gradients of logical shape over the axes not deferred, in layout and dtype of the accumulator."""
+        """Sum gradients of logical shape over the axes not deferred, in layout and dtype of the accumulator.
+
+        Gradients with a wire format add METER.
+        """
 
     @abc.abstractmethod
     def finish_in_place(self, path: str, grad: jax.Array) -> jax.Array:
@@ -129,6 +133,8 @@ class Engine(abc.ABC):
 
     def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of a gradient's accumulator inside `on_rows`."""
+        if path == METER:
+            return jax.ShapeDtypeStruct((3,), jnp.float32)
         leaf = self.layout.by_path[path]
         return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage("grad").dtype)
 
@@ -261,6 +267,30 @@ class Engine(abc.ABC):
         coded = jax.lax.optimization_barrier(self.encode(leaf, sliced, value, scales))
         return leaf.gather_wire.codec.decode(*coded, value.dtype)
 
+    def measure_weights(self, source: Arrays) -> jax.Array | None:
+        """Return `Codec.rounding` of all weights with a wire format, summed over devices; None without such weights.
+
+        Cost: reads them once; one all-reduce of 3 numbers.
+        """
+        found = jnp.zeros(3)
+        wires = [leaf for path in source if (leaf := self.layout.by_path[path]).gather_wire]
+        for leaf in wires:
+            value = to_device(source[leaf.path]).astype(leaf.stage("use").dtype)
+            coded = self.encode(leaf, 0, value, self.scales)
+            assert leaf.gather_wire is not None
+            found += leaf.gather_wire.codec.rounding(value, *coded) * self.share(leaf)
+        return self.sum_rows(found) if wires else None
+
+    def share(self, leaf: Leaf) -> float:
+        """Return the share of a device in a sum over all devices of the program, of a leaf at rest."""
+        del leaf
+        return 1.0
+
+    @property
+    def measures_gradients(self) -> bool:
+        """Whether sums of gradients include, as METER, the `Codec.rounding` of the partial sums."""
+        return self.writes_order and any(leaf.reduce_wire for leaf in self.layout.leaves)
+
     def with_scales(self: E, source: Arrays) -> E:
         """Return the engine with the scales of all matrices of a step that are sent with one scale.
 
@@ -299,8 +329,10 @@ class Engine(abc.ABC):
 
     def put(self, values: Arrays, stage: str) -> Arrays:
         """Bring leaves on the device to the layout and memory of `stage`."""
-        constrained = self.constrain(values, stage)
-        return {path: to_memory(value, self.layout.by_path[path], stage) for path, value in constrained.items()}
+        meter = {path: value for path, value in values.items() if path == METER}
+        constrained = self.constrain({path: value for path, value in values.items() if path != METER}, stage)
+        moved = {path: to_memory(value, self.layout.by_path[path], stage) for path, value in constrained.items()}
+        return moved | meter
 
 
 def matrix_amax(value: jax.Array, layers: int) -> jax.Array:

@@ -27,7 +27,7 @@ from jfsdp.context.rows import to_zigzag_rows, zigzag_rows
 from jfsdp.engine import movements
 from jfsdp.engine.driver.run import run
 from jfsdp.engine.driver.schedule import Prefetch
-from jfsdp.engine.engine import Engine, Pairs, Pull, T, pad_all, to_device
+from jfsdp.engine.engine import METER, Engine, Pairs, Pull, T, pad_all, to_device
 from jfsdp.engine.movements import ALL_TO_ALL, CALL, GATHER, REDUCE, Move
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.flat import move_together
@@ -81,12 +81,24 @@ class ManualEngine(Engine):
                 found.setdefault((leaf.path, move.when), []).append(move)
         return found
 
-    def _move(self, when: str, scales: Mapping[str, jax.Array], leaf: Leaf, sliced: int, value: jax.Array) -> jax.Array:
+    def share(self, leaf: Leaf) -> float:
+        """Return the part of a leaf that a device has, over the number of devices that have the same part."""
+        return self.layout.num_parts(leaf.stage(leaf.source)) / self.layout.num_shards(self.layout.data_axes)
+
+    def _move(
+        self,
+        when: str,
+        scales: Mapping[str, jax.Array],
+        meters: list[jax.Array],
+        leaf: Leaf,
+        sliced: int,
+        value: jax.Array,
+    ) -> jax.Array:
         """Execute the movements of a leaf or a buffer."""
         moves = self._moves.get((leaf.path, when), ())
         if leaf.gather_wire and when in (movements.FORWARD, movements.BACKWARD) and not any(x.wire for x in moves):
             value = self.rounded(leaf, sliced, value, scales)  # its format is for another level
-        return self._execute(moves, leaf, sliced, value, scales)
+        return self._execute(moves, leaf, sliced, value, scales, meters)
 
     def _execute(
         self,
@@ -95,6 +107,7 @@ class ManualEngine(Engine):
         sliced: int,
         value: jax.Array,
         scales: Mapping[str, jax.Array] | None = None,
+        meters: list[jax.Array] | None = None,
     ) -> jax.Array:
         for move in moves:
             if move.is_scales or (move.of_sum and move.kind == GATHER):
@@ -107,13 +120,18 @@ class ManualEngine(Engine):
                 own = self._collect(move, own, leaf, sliced) if move.wire.block else own
                 value = move.wire.codec.decode(codes, own, value.dtype)
             else:
+                if meters is not None:
+                    meters.append(move.wire.codec.rounding(value, *move.wire.codec.encode(value)))
                 value = self._collect(move, value, leaf, sliced)
         return value
 
     def _move_all(
         self, when: str, pairs: Pairs, values: Arrays, scales: Mapping[str, jax.Array] | None = None
     ) -> Arrays:
-        return move_together(self.layout, pairs, values, functools.partial(self._move, when, scales or {}))
+        """Execute the movements of leaves; those that exchange codes add METER."""
+        meters: list[jax.Array] = []
+        moved = move_together(self.layout, pairs, values, functools.partial(self._move, when, scales or {}, meters))
+        return moved | ({METER: sum(meters, jnp.zeros(3))} if meters else {})
 
     def _collect(self, move: Move, value: jax.Array, leaf: Leaf, sliced: int) -> jax.Array:
         """Execute one collective."""
@@ -224,25 +242,33 @@ class ManualEngine(Engine):
 
     def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of this device's part of an accumulator."""
-        leaf, whole = self.layout.by_path[path], super().sum_shape(path)
+        whole = super().sum_shape(path)
+        if path == METER:
+            return whole
+        leaf = self.layout.by_path[path]
         parts = self.layout.num_shards(movements.accumulator_axes(leaf, self.deferred))
         shape = [size // parts if dim == leaf.dim else size for dim, size in enumerate(whole.shape)]
         return jax.ShapeDtypeStruct(shape, whole.dtype)
 
     def finished_spec(self, path: str) -> PartitionSpec:
         """Return the spec of a gradient after `finish`: split further where the last sum is a reduce-scatter."""
+        if path == METER:
+            return PartitionSpec()
         leaf = self.layout.by_path[path]
         split = (*movements.accumulator_axes(leaf, self.deferred), *movements.last_axes(leaf, self.deferred))
         return _data_spec(leaf, self.layout.axes_on(self.mesh, split))
 
     def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
-        """Sum accumulators over the deferred axes, in the unit's `reduce_dtype`."""
-
-        pairs = [(self.layout.by_path[path], 0) for path in grads]
-        here = {path: to_device(x) if weight is None else to_device(x) / weight for path, x in grads.items()}
+        """Sum accumulators over the deferred axes, in the unit's `reduce_dtype`, and METER over all data axes."""
+        pairs = [(self.layout.by_path[path], 0) for path in grads if path != METER]
+        here = {x.path: to_device(grads[x.path]) for x, _ in pairs}
+        here = here if weight is None else {path: x / weight for path, x in here.items()}
         summed = self._move_all(movements.LAST, pairs, here)
         outer = {x.path: self._to_outer(x, summed[x.path].astype(x.stage("grad").dtype)) for x, _ in pairs}
-        return outer if weight is None else {path: x * weight for path, x in outer.items()}
+        outer = outer if weight is None else {path: x * weight for path, x in outer.items()}
+        if METER in grads:
+            outer[METER] = self.sum_rows(grads[METER] + summed.get(METER, 0))
+        return outer
 
     def gather(self, pairs: Pairs, shards: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
         """All-gather leaves along their split dim.
@@ -286,7 +312,8 @@ class ManualEngine(Engine):
 
     def _sum_all(self, pairs: Pairs, grads: Arrays) -> Arrays:
         summed = self._move_all(movements.CALL, pairs, grads)
-        return {leaf.path: summed[leaf.path].astype(leaf.stage("grad").dtype) for leaf, _ in pairs}
+        cast = {leaf.path: summed[leaf.path].astype(leaf.stage("grad").dtype) for leaf, _ in pairs}
+        return cast | {path: x for path, x in summed.items() if path == METER}
 
     def constrain(self, values: Arrays, stage: str) -> Arrays:
         """Return the values: inside a `shard_map` they are already in their layout."""

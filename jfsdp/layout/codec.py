@@ -127,6 +127,17 @@ class Codec:
         values = (blocks * self._spread(scales, blocks)).reshape(ratio.shape)
         return values.astype(dtype or scales.dtype)
 
+    def rounding(self, values: jax.Array, codes: jax.Array, scales: jax.Array) -> jax.Array:
+        """Return sums of squares of the rounding errors and of the values, and how many values exceed the largest code.
+
+        A value that is not finite exceeds it. Layout: as `encode` -> [3]{unreduced} in float32.
+        """
+        wide, found = values.astype(jnp.float32), self.decode(codes, scales, jnp.float32)
+        blocks = self._blocks(wide, jnp)
+        largest = self._spread(scales, blocks) * (self.top / self._steps * (1 + 2.0**-8))  # scales are rounded
+        exceeds = jnp.sum(~(jnp.abs(blocks) <= largest))
+        return jnp.stack([jnp.sum(jnp.square(found - wide)), jnp.sum(jnp.square(wide)), exceeds.astype(jnp.float32)])
+
 
 def power_of_two(amax: Any, top: float, xp: Any = jnp) -> Any:
     """Return the smallest power of two (float32) by which `amax` is divided to at most `top`; 1 for 0.

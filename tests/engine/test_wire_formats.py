@@ -2,9 +2,9 @@
 
 import functools
 import itertools
+import math
 
 import jax
-import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import optax
@@ -12,10 +12,12 @@ import pytest
 from flax import nnx
 
 import jfsdp
-from tests.models_small import VOCAB, Block, Tower, make_batches, token_loss
+from jfsdp.layout.lint import LayoutWarning
+from tests.models_small import Block, Tower, make_batches, token_loss
 from tests.sharding import fully_shard
 
-DIM, LAYERS = 32, 3
+pytestmark = pytest.mark.filterwarnings(f"ignore::{LayoutWarning.__module__}.LayoutWarning")
+DIM, LAYERS = 32, 4
 
 
 def power_of_two(amax, top):
@@ -71,17 +73,147 @@ def flat(tree):
 
 
 def shard(sizes, strategy="full_shard", *, gather=None, reduce=None, **options):
-    mesh = jfsdp.make_mesh(devices=jax.devices()[: np.prod(list(sizes.values()))], **sizes)
+    mesh = jfsdp.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
     policy = jfsdp.MixedPrecisionPolicy(gather_wire=gather, reduce_wire=reduce)
     return fully_shard(tower, mesh=mesh, strategy=strategy, units=[Block], mp_policy=policy, **options)
 
 
-def gradients(model, batch, accumulate=1, **options):
-    step = model.grad_step(token_loss, accumulate=accumulate, **options)
-    state = model.init(optax.sgd(0.1))
-    found = step(state, batch)
-    return found
+def gradients(model, batch, **options):
+    """Return one step's loss, gradients by name without padding, and metrics."""
+    step = model.grads(token_loss, **options)
+    _, grads, metrics = step(model.init(optax.sgd(0.1)), batch)
+    shapes = {leaf.path: tuple(map(slice, leaf.shape)) for leaf in model.layout.leaves}
+    found = flat(nnx.to_pure_dict(grads))
+    return {path: np.asarray(x)[shapes[path]] for path, x in found.items()}, jax.device_get(metrics)
 
 
-if __name__ == "__main__":
-    pass
+def distances(found, expected):
+    """Return by name the differences between gradients, in units of the largest element."""
+    return {path: np.abs(found[path] - x) / np.abs(x).max() for path, x in expected.items()}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return Reference()
+
+
+@functools.cache
+def one_batch():
+    return make_batches(1)[0]
+
+
+CUT = {"cuts": {"**.up.kernel": (1, "tensor"), "**.down.kernel": (0, "tensor")}}
+GATHERS = [
+    ({"fsdp": 1}, "full_shard", "float8", {}, {}),
+    ({"fsdp": 1}, "full_shard", "int8:32", {}, {"accumulate": 2}),
+    ({"fsdp": 8}, "full_shard", "float8", {}, {"program": "xla"}),
+    ({"fsdp": 3}, "full_shard", "float8", {}, {}),
+    ({"fsdp": 4}, "full_shard", "int8:32", {}, {"program": "xla", "accumulate": 2}),
+    ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32", {}, {"accumulate": 2}),
+    ({"replica": 2, "fsdp": 4}, "full_shard", "float8", {"opt_over": ("replica", "fsdp")}, {}),
+    ({"fsdp": 8}, "full_shard", "float8@2", {}, {}),
+    ({"fsdp": 8}, "full_shard", "int8:32@4", {"reshard_after_forward": 2}, {"prefetch": 2}),
+    ({"fsdp": 8}, "full_shard", "float8", {"reshard_after_forward": 4}, {}),
+    ({"fsdp": 8}, "full_shard", "float8@8", {}, {}),
+    ({"fsdp": 4}, "full_shard", "float8", {"reshard_after_forward": False}, {"accumulate": 2}),
+    ({"fsdp": 4}, "zero1", "float8", {}, {"accumulate": 2}),
+    ({"fsdp": 4}, "zero2", "int8:32", {}, {}),
+    ({"fsdp": 4}, "ddp", "float8", {}, {}),
+    ({"fsdp": 2, "tensor": 2}, "full_shard", "float8", CUT, {}),
+    ({"fsdp": 2, "tensor": 2}, "full_shard", "int8:32", CUT, {"accumulate": 2}),
+    ({"fsdp": 2, "pipe": 2}, "full_shard", "float8", {}, {"accumulate": 2}),
+    ({"fsdp": 2, "pipe": 2}, "full_shard", "int8:32", {"reshard_after_forward": 1}, {"accumulate": 2}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "strategy", "wire", "options", "step_options"), GATHERS)
+def test_gathers_equal_one_device_with_the_same_rounding(reference, sizes, strategy, wire, options, step_options):
+    batch = jax.tree.map(lambda x: x[:12], one_batch()) if sizes["fsdp"] == 3 else one_batch()
+    params = rounded_weights(reference.params, wire.partition(":")[0].partition("@")[0])
+    (total, grads), weight = reference.sums(params, batch), batch["weights"].sum()
+    found, metrics = gradients(shard(sizes, strategy, gather=wire, **options), batch, **step_options)
+    assert metrics["loss"] == pytest.approx(total / weight, rel=1e-6)
+    assert metrics["wire_overflows"] == 0
+    for path, distance in distances(found, {path: x / weight for path, x in flat(grads).items()}).items():
+        assert distance.max() < 1e-6, path
+
+
+def summed(parts, how, between):
+    """Sum gradients [microbatch][replica][device] as a step with int8 reductions does.
+
+    Args:
+      how: "each": every microbatch over fsdp, then over replicas; "all": every microbatch over all devices; "last":
+        over all devices after the last microbatch.
+      between: devices in whose groups sums are not rounded.
+    """
+    micros, replicas, devices = parts.shape[:3]
+    rounded = functools.partial(round_int8, block=32)
+
+    def over(values, inside):
+        groups = [sum(values[k : k + inside]) for k in range(0, len(values), inside)]
+        return groups[0] if len(groups) == 1 else sum(map(rounded, groups))
+
+    if how == "each":
+        shards = [sum(over(parts[a, r], min(between, devices)) for a in range(micros)) for r in range(replicas)]
+        return over(shards, 1)
+    flat = parts.reshape(micros, replicas * devices, *parts.shape[3:])
+    flat = flat.sum(0)[None] if how == "last" else flat
+    return sum(over(values, between) for values in flat)
+
+
+REDUCTIONS = [
+    ({"fsdp": 4}, "full_shard", "int8:32", "each", {}, {}),
+    ({"fsdp": 4}, "full_shard", "int8:32", "each", {"gather": "float8"}, {"accumulate": 2}),
+    ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32", "each", {}, {}),
+    ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32", "each", {}, {"accumulate": 2}),
+    ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32@4", "each", {}, {"accumulate": 2}),
+    ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32@4", "each", {"opt_over": ("replica", "fsdp")}, {}),
+    ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32@2", "each", {"gather": "int8:32@2"}, {}),
+    ({"fsdp": 8}, "full_shard", "int8:32@2", "each", {}, {}),
+    ({"fsdp": 8}, "full_shard", "int8:32@4", "each", {"reshard_after_forward": 2}, {"accumulate": 2}),
+    ({"fsdp": 8}, "full_shard", "int8:32@8", "each", {}, {}),
+    ({"fsdp": 4}, "full_shard", "int8:32", "last", {}, {"accumulate": 2, "sync": "last"}),
+    ({"fsdp": 4}, "ddp", "int8:32", "all", {}, {"accumulate": 2}),
+    ({"replica": 2, "fsdp": 4}, "ddp", "int8:32@4", "all", {}, {}),
+    ({"fsdp": 3}, "ddp", "int8:32", "all", {}, {}),
+    ({"fsdp": 4}, "zero1", "int8:32", "last", {}, {"accumulate": 2}),
+    ({"fsdp": 8}, "zero1", "int8:32@2", "last", {}, {"accumulate": 2}),
+    ({"fsdp": 4}, "zero2", "int8:32", "each", {}, {"accumulate": 2}),
+    ({"fsdp": 4, "tensor": 2}, "full_shard", "int8:32", "each", CUT, {}),
+    (
+        {"replica": 2, "fsdp": 2, "tensor": 2},
+        "full_shard",
+        "int8:32",
+        "each",
+        CUT,
+        {},
+    ),
+    ({"fsdp": 2, "pipe": 2}, "full_shard", "int8:32", "each", {}, {"accumulate": 2}),
+]
+
+
+@pytest.mark.parametrize(("sizes", "strategy", "wire", "how", "options", "step_options"), REDUCTIONS)
+def test_reductions_equal_the_sum_of_the_same_rounded_gradients(
+    reference, sizes, strategy, wire, how, options, step_options
+):
+    batch, accumulate = one_batch(), step_options.get("accumulate", 1)
+    gather = options.get("gather", "").partition(":")[0] or None
+    params = rounded_weights(reference.params, gather)
+    replicas, devices, rows = sizes.get("replica", 1), sizes["fsdp"], len(batch["tokens"])
+    batch = jax.tree.map(
+        lambda x: x[: rows // (replicas * devices * accumulate) * replicas * devices * accumulate], batch
+    )
+    own = np.arange(len(batch["tokens"])).reshape(replicas, devices, -1, accumulate)
+    places = list(itertools.product(range(accumulate), range(replicas), range(devices)))
+    parts = [flat(reference.sums(params, batch, own[r, n, :, a])[1]) for a, r, n in places]
+    between = int(wire.partition("@")[2] or 1)
+    found, metrics = gradients(shard(sizes, strategy, reduce=wire, **options), batch, **step_options)
+    assert 0.003 < metrics.get("reduce_rounding", 0.004) < 0.008 or (between >= 8 and metrics["reduce_rounding"] == 0)
+    for path in parts[0]:
+        stacked = np.stack([part[path] for part in parts]).reshape(accumulate, replicas, devices, *parts[0][path].shape)
+        is_coded = path.startswith("blocks") and path.endswith("kernel")
+        expected = (summed(stacked, how, between) if is_coded else stacked.sum((0, 1, 2))) / batch["weights"].sum()
+        distance = distances(found, {path: expected})[path]
+        differing = distance > 1e-6  # a value in the middle between two codes may have either
+        assert differing.mean() < (0.005 if is_coded else 0) or not differing.any(), path
+        assert distance.max() < 1.5 / 127, path

@@ -28,6 +28,7 @@ def resolve(
         remat=remat,
         per_unit=per_unit,
         node_size=node_size,
+        host_size=lambda: 8,
     )
 
 

@@ -12,7 +12,7 @@ from jfsdp.engine.driver.forward import LoopRecord
 from jfsdp.engine.driver.program import Call, Item, Loop
 from jfsdp.engine.driver.step import Step
 from jfsdp.engine.driver.weights import Gathers, at, join, put_at, zeros
-from jfsdp.engine.engine import SCOPE, Engine, scoped
+from jfsdp.engine.engine import METER, SCOPE, Engine, scoped
 from jfsdp.engine.unit import Arrays, part
 from jfsdp.jaxprs import is_literal
 from jfsdp.layout.units import ROOT
@@ -57,6 +57,8 @@ class Sums:
         self.reduced: list[Reduced] = []
         # Sums of previous microbatches. Slices are added in place, so no second accumulator is allocated.
         self.totals: Arrays = dict(sums or {})
+        if sums is None and engine.measures_gradients:
+            self.totals[METER] = zeros((3,), jnp.float32)
 
     def add(self, unit: str, shards: Mapping[str, int], iteration: int, grads: Arrays) -> None:
         """Queue gradients for reduction; `shards` as in `Call`."""
@@ -68,6 +70,9 @@ class Sums:
         self.add_reduced(shift)
         for unit, sliced, iteration, grads in self.waiting:
             values = self._reduce(unit, sliced, grads)
+            meter = values.pop(METER, 0)
+            if METER in self.totals:
+                self.totals[METER] += meter
             self.reduced += [Reduced(path, sliced[path], iteration, value) for path, value in values.items()]
         self.waiting = []
 
@@ -110,7 +115,7 @@ class Sums:
         for path in sorted(trained.keys() - self.totals.keys()):
             sliced = trained[path]
             self.totals[path] = self.zeros(path, sliced, *[loop.length] * bool(sliced))
-        return sorted(trained)
+        return sorted(trained) + [METER] * (METER in self.totals)
 
     def enter(self, loop: Loop, iteration: int) -> None:
         """Add reduced gradients; put zeros in their place, for the scan of a loop to find in its first iteration."""
@@ -177,6 +182,7 @@ class Backward:
             self._leave_root(place, cts)
         self.end()
         totals = {name: self._total(name, cts) for name in step.source if step.derivatives.is_trained(name)}
+        totals |= {path: x for path, x in self.sums.totals.items() if path == METER}
         return totals, [_pop(cts, var) for var in step.given]
 
     def _leave_root(self, place: int, cts: Cotangents) -> None:

@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec
 from jfsdp.compat import core
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.driver.schedule import Prefetch
-from jfsdp.engine.engine import Engine, to_device
+from jfsdp.engine.engine import METER, Engine, to_device
 from jfsdp.engine.manual import ManualEngine
 from jfsdp.engine.pipeline.run import run_pipeline
 from jfsdp.engine.pipeline.schedule import StageCalls
@@ -42,11 +42,14 @@ from jfsdp.train.step.loss import Loss, as_loss, merge
 
 
 class Summed(NamedTuple):
-    """Sums over all rows of a step (gradients by name, loss), and the model's other state after the last microbatch."""
+    """Sums over all rows of a step (gradients by name, loss), and the model's other state after the last microbatch;
+    `Codec.rounding` of weights ("gather") and of partial sums of gradients ("reduce").
+    """
 
     grads: Arrays
     loss: Loss
     model_state: Arrays
+    rounding: Arrays = {}  # noqa: RUF012
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,14 +83,19 @@ class Gradients:
         engine = apply.engine
 
         def on_rows(source: Arrays, model_state: Arrays, batch: Any, scale: jax.Array) -> Summed:
-            own = ShardedApply(apply.model, engine.with_scales(source), functools.partial(check_weight, apply.layout))
-            grads, loss, after = self._sum(own, source, engine.own_state(model_state), batch, scale)
+            coding = engine.with_scales(source)
+            own = ShardedApply(apply.model, coding, functools.partial(check_weight, apply.layout))
+            measured = coding.measure_weights(source)
+            grads, loss, after, _ = self._sum(own, source, engine.own_state(model_state), batch, scale)
             loss = merge(engine.sum_rows, engine.max_rows, loss)
             grads = engine.finish(grads, _as_divisor(loss.weight) if self.is_scaled else None)
-            return Summed(grads, loss, engine.common_state(model_state, after))
+            rounding = {"reduce": grads.pop(METER, None), "gather": measured}
+            rounding = {key: x for key, x in rounding.items() if x is not None}
+            return Summed(grads, loss, engine.common_state(model_state, after), rounding)
 
         grad_specs: Any = {path: engine.finished_spec(path) for path in trainable(engine.layout, source)}
-        specs = Summed(grad_specs, PartitionSpec(), PartitionSpec())  # type: ignore[arg-type]
+        whole: Any = PartitionSpec()
+        specs = Summed(grad_specs, whole, whole, whole)
         with explain_axis_errors(engine.mesh):
             sums = engine.on_rows(on_rows, (source, model_state, batch, jnp.asarray(scale, jnp.float32)), specs)
         # A dim that is cut and split is returned as two dims; see [Note: cuts in a shard_map] in engine/manual.py.
@@ -117,7 +125,8 @@ class Gradients:
         return ShardedApply(self.apply.model, made, functools.partial(check_weight, layout)), source
 
     def _sum_shapes(self, apply: ShardedApply, source: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
-        return {path: apply.engine.sum_shape(path) for path in trainable(apply.layout, source)}
+        meter = [METER] * (apply.engine.measures_gradients and self.spec.schedule is None)
+        return {path: apply.engine.sum_shape(path) for path in (*trainable(apply.layout, source), *meter)}
 
     def _sum(self, apply: ShardedApply, source: Arrays, model_state: Arrays, batch: Any, scale: Any) -> Summed:
         """Sum over the microbatches of the local rows, reducing each as the program does."""
@@ -133,7 +142,8 @@ class Gradients:
                 return Summed(engine.put(pull(jnp.asarray(scale, loss.total.dtype), sums), "grad"), loss, after)
             # Every device must divide by the same number, or reduced gradients could not be multiplied back.
             weight = _as_divisor(engine.sum_rows(loss.weight))
-            grads = {path: x * weight for path, x in pull(jnp.asarray(scale / weight, loss.total.dtype), None).items()}
+            grads = pull(jnp.asarray(scale / weight, loss.total.dtype), None)
+            grads = {path: x if path == METER else x * weight for path, x in grads.items()}
             grads = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
             return Summed(engine.put(grads, "grad"), loss, after)
 

@@ -239,7 +239,7 @@ class BatchStep:
         """Compute the gradients of the mean loss, inside a `jit`: the sums divided by their weight."""
         scale = state.loss_scale["scale"] if self.loss_scale else 1.0
         with model_mesh(self.mesh):
-            sums, loss, model_state = self._gradients(state.source, state.model_state, batch, scale)
+            sums, loss, model_state, rounding = self._gradients(state.source, state.model_state, batch, scale)
         with jax.named_scope(f"{SCOPE}.update"):
             # With weight 0 and total 0, the loss and gradients are 0. With another total the quotient is not finite.
             weight = jnp.where(loss.total == 0, nonzero(loss.weight), loss.weight)
@@ -248,6 +248,8 @@ class BatchStep:
             norm, value = optax.tree.norm(grads), loss.total / weight
         metrics = {"loss": value, "grad_norm": norm, "weight": loss.weight}
         metrics |= {"loss_scale": jnp.asarray(scale)} if self.loss_scale else {}
+        metrics |= {f"{name}_rounding": jnp.sqrt(error / nonzero(size)) for name, (error, size, _) in rounding.items()}
+        metrics |= {"wire_overflows": sum(num for _, _, num in rounding.values())} if rounding else {}
         metrics |= metrics_of(loss.aux or {}, loss.weight, divide)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(value)
         return MeanGradients(grads, is_finite, model_state, metrics)
