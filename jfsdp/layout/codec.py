@@ -21,6 +21,7 @@ from jfsdp.layout.select import select_leaves
 
 SCALES = "scales"
 AMAX, POWER_OF_TWO = "bfloat16", "power_of_two"  # forms of scales
+SCALE_DTYPE = "bfloat16"
 
 # Quantiles of a normal distribution, with zero among them (QLoRA, arXiv 2305.14314, appendix E).
 _NF4 = (
@@ -51,7 +52,7 @@ class Codec:
     block: int
     levels: tuple[float, ...] = ()
     scale: str = AMAX
-    scale_dtype: str = "bfloat16"
+    scale_dtype: str = SCALE_DTYPE
     dtype: str = "int8"
     top: int = 127
 

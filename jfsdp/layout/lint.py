@@ -22,19 +22,19 @@ class LayoutWarning(UserWarning):
 
 def advise(layout: Layout) -> list[str]:
     """Return warnings, each with a remedy."""
-    found = (rule(layout) for rule in (_splits_nothing, _no_units, _shared, _replicated, _padded, _repeated))
+    found = (rule(layout) for rule in (_splits_nothing, _no_units, _shared, _replicated, _padded, _repeated, _unsent))
     return [warning for warning in found if warning]
 
 
 def advise_memory(layout: Layout) -> list[str]:
-    """Return the warnings about memory that is lost unintentionally, which `fully_shard` issues.
+    """Return the warnings about memory that is lost unintentionally, and formats without use: those of `fully_shard`.
 
     Only `advise` includes the others: a large leaf is replicated only on request (`placements`), a mesh that splits
     nothing is a choice too, and the padding of a small model is a few bytes.
     """
     padding = sum(padding_elements(leaf) for leaf in layout.leaves)
     padded = _padded(layout) if padding >= LARGE_ELEMENTS else None
-    found = [_no_units(layout), _shared(layout), padded, _repeated(layout)]
+    found = [_no_units(layout), _shared(layout), padded, _repeated(layout), _unsent(layout)]
     return [warning for warning in found if warning]
 
 
@@ -119,6 +119,19 @@ def _repeated(layout: Layout) -> str | None:
                 "Cut them with placements= or, if the model names dims in sharding metadata, with axis_rules="
             )
     return None
+
+
+def _unsent(layout: Layout) -> str | None:
+    """Warn about wire formats in which nothing is sent."""
+    if not layout.data_axes:
+        return None
+    wired = [leaf for leaf in layout.leaves if leaf.gather_wire]
+    if not wired or any(layout.num_shards(leaf.stage(leaf.source).axes) > 1 for leaf in wired):
+        return None
+    return (
+        f"gather_wire={wired[0].gather_wire.dtype!r} only rounds {wired[0].path} and {len(wired) - 1} more: strategy "  # type: ignore[union-attr]
+        f"{layout.strategy.name!r} gathers no weights; use full_shard, or remove the format"
+    )
 
 
 def _padded(layout: Layout) -> str | None:

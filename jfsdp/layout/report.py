@@ -39,6 +39,8 @@ def leaf_to_dict(layout: Layout, leaf: Leaf) -> dict[str, Any]:
         "shape": list(leaf.shape),
         **{name: getattr(leaf, name) for name in ("dtype", "unit", "stacked", "trainable", "dim", "padding")},
         "cuts": [dataclasses.asdict(cut) for cut in leaf.cuts],
+        "gather_wire": leaf.gather_wire and dataclasses.asdict(leaf.gather_wire),
+        "reduce_wire": leaf.reduce_wire and dataclasses.asdict(leaf.reduce_wire),
         "reason": reason(layout, leaf),
         "stages": {name: _stage_to_dict(leaf, name, stage) for name, stage in leaf.stages},
         "bytes_per_device": leaf_bytes(layout, leaf),
@@ -173,6 +175,8 @@ def _facts(leaf: Leaf) -> list[str]:
         "trained" if leaf.trainable else frozen,
         f"parameters on {param.memory}",
         f"optimizer on {opt.memory}" if opt else "",
+        f"gathered in {leaf.gather_wire}" if leaf.gather_wire else "",
+        f"reduced in {leaf.reduce_wire}" if leaf.reduce_wire else "",
     ]
 
 

@@ -14,6 +14,7 @@ from jfsdp.compat import warn
 from jfsdp.layout import mesh as meshes
 from jfsdp.layout.build import build_layout
 from jfsdp.layout.cuts import AxisRules, check_aliases
+from jfsdp.layout.layout import Layout
 from jfsdp.layout.lint import LayoutWarning, advise_memory
 from jfsdp.layout.lora import also
 from jfsdp.layout.loss_scale import LossScale
@@ -92,7 +93,8 @@ def fully_shard(
 
     Warns:
       LayoutWarning: if memory is wasted: no units, large leaves that units share, padding above 1 % of a model that is
-        not small, or weights that axis `tensor` does not cut; and if that axis joins devices of different hosts.
+        not small, or weights that axis `tensor` does not cut; if that axis joins devices of different hosts; for a
+        `gather_wire` without gathers, and a `reduce_wire` that exchanges between all devices of several hosts.
     """
     wrapped = as_wrapped(model)
     if isinstance(wrapped.model, ShardedModel):
@@ -139,6 +141,7 @@ def fully_shard(
     )
     for warning in advise_memory(layout):
         warn(warning, LayoutWarning)
+    _warn_of_exchange(layout, mesh)
     is_float16 = any(policy.mp_policy.param_dtype == "float16" for policy in policies.values())
     return ShardedModel(flax_model, layout, mesh, mp_policy.loss_scale or (LossScale() if is_float16 else None))
 
@@ -153,6 +156,21 @@ def _node_size(mesh: Mesh | AbstractMesh, strategy: Strategy) -> int:
             LayoutWarning,
         )
     return size
+
+
+def _warn_of_exchange(layout: Layout, mesh: Mesh | AbstractMesh) -> None:
+    """Warn about codes that are exchanged between all devices of several hosts at once."""
+    coded = [leaf for leaf in layout.leaves if leaf.reduce_wire and leaf.reduce_wire.between is None]
+    for axis in layout.data_axes if coded else ():
+        size = layout.num_inside((axis,), meshes.node_size(mesh)) if meshes.crosses_hosts(mesh, axis) else 1
+        if size > 1:
+            warn(
+                f"reduce_wire={coded[0].reduce_wire.dtype!r} exchanges gradients between all devices of axis {axis!r} "  # type: ignore[union-attr]
+                f"(size {mesh.shape[axis]}), {size} of them on each host: every device sends most of its gradient "
+                f"to other hosts, {size} times what a sum inside each host first would send; pass "
+                f"jfsdp.Wire(..., between={NODE!r})",
+                LayoutWarning,
+            )
 
 
 def _check_mesh(mesh: Any) -> None:

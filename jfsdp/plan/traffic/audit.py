@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,7 @@ def audit(
         *check.overlap(share, min_overlap),
         *check.unknown(),
     ]
-    notes = [*_notes(ledger, arguments, tolerance), *_other_layout_note(findings, layout)]
+    notes = [*_notes(layout, ledger, arguments, tolerance), *_other_layout_note(findings, layout)]
     return AuditReport(tuple(findings), ledger, share, tuple(notes))
 
 
@@ -165,7 +166,7 @@ def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Inst
             yield layout.by_path[leaf], _STAGES[field], instruction
 
 
-def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterator[str]:
+def _notes(layout: Layout, ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterator[str]:
     if ledger.own_bytes:
         axes = dict.fromkeys(axis for row in ledger.rows if row.what == OWN for axis in row.axes)
         theory = "theory needs the step's trace for them (trace=)"
@@ -174,6 +175,12 @@ def _notes(ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterat
             unknown = ", ".join(own.unknown)
             theory += f", which has no rule for {unknown} on a dim that is split" if unknown else ""
         yield f"{gb(ledger.own_bytes)} more are sent by the model's own collectives, over {', '.join(axes)}: {theory}"
+    if any(leaf.gather_wire or leaf.reduce_wire for leaf in layout.leaves):
+        for what in ("parameters", "gradients"):
+            sent = Counter[str]()
+            for row in ledger.rows:
+                sent[f"{row.kind} {row.dtype}"] += row.measured_bytes if row.what == what else 0  # type: ignore[assignment]
+            yield f"{what}: {', '.join(f'{name} {gb(size)}' for name, size in sent.items() if size)}"
     if not arguments:
         yield (
             "no argument of the program is named as a part of a TrainState, so replicated parameters and "

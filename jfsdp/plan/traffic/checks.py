@@ -22,7 +22,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from jfsdp.engine.movements import BACKWARD, GATHER, REDUCE, SCATTER, Move
+from jfsdp.engine.movements import ALL_TO_ALL, BACKWARD, GATHER, REDUCE, SCATTER, Move
+from jfsdp.layout.codec import SCALE_DTYPE
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import SHARED_AXES
@@ -93,12 +94,16 @@ class Check:
         """Find arrays in a wider or narrower dtype than all of the leaf's movements of that kind."""
         expected: dict[tuple[str, bool], set[int]] = {}  # bytes of an element, by the leaf and whether it is summed
         for move in self.moves:
-            expected.setdefault((move.leaf.path, _is_sum(move.kind)), set()).add(_item_bytes(hlo_dtype(move.dtype)))
+            if not move.is_scales:
+                is_sum = _is_sum(move.kind, move.is_of_matrices)
+                expected.setdefault((move.leaf.path, is_sum), set()).add(_item_bytes(hlo_dtype(move.dtype)))
         wide, narrow = {}, {}
         for part in self.ledger.parts:
-            if part.path:
-                in_use = hlo_dtype(self.layout.by_path[part.path].stage("use").dtype)
-                sizes = expected.get((part.path, _is_sum(part.collective.kind)), {_item_bytes(in_use)})
+            leaf = self.layout.by_path[part.path] if part.path else None
+            if leaf and not _is_of_scales(leaf, part):
+                in_use = hlo_dtype(leaf.stage("use").dtype)
+                is_sum = _is_sum(part.collective.kind, part.is_of_matrices)
+                sizes = expected.get((part.path, is_sum), {_item_bytes(in_use)})
                 wide[part] = part.wire_bytes * max(0.0, 1 - max(sizes) / _item_bytes(part.dtype))
                 narrow[part] = part.wire_bytes * max(0.0, min(sizes) / _item_bytes(part.dtype) - 1)
 
@@ -310,8 +315,14 @@ def _worst(rows: Iterable[Row]) -> list[tuple[Row, float]]:
     return sorted(excess, key=lambda pair: -pair[1])[:3]
 
 
-def _is_sum(kind: str) -> bool:
-    return kind in (SCATTER, REDUCE)
+def _is_sum(kind: str, is_of_matrices: bool = False) -> bool:
+    return kind in (SCATTER, REDUCE) or (kind == ALL_TO_ALL and not is_of_matrices)
+
+
+def _is_of_scales(leaf: Leaf, part: Part) -> bool:
+    """Return whether an array has the scales of a leaf's blocks, by its dtype and its number of elements."""
+    is_few = [part.elements * wire.block <= part.collective.count * math.prod(leaf.cut_shape) for wire in leaf.blocks]
+    return part.dtype == hlo_dtype(SCALE_DTYPE) and any(is_few)
 
 
 def _form(leaf: Leaf) -> tuple[int, ...]:
