@@ -217,3 +217,72 @@ def test_reductions_equal_the_sum_of_the_same_rounded_gradients(
         differing = distance > 1e-6  # a value in the middle between two codes may have either
         assert differing.mean() < (0.005 if is_coded else 0) or not differing.any(), path
         assert distance.max() < 1.5 / 127, path
+
+
+def train(sizes, gather, reduce=None, **step_options):
+    """Return the losses of five steps of Adam, and the parameters."""
+    model = shard(sizes, gather=gather, reduce=reduce)
+    tx = optax.adam(1e-2, eps=1e-4)
+    state, step, losses = model.init(tx), model.train_step(token_loss, tx, **step_options), []
+    for batch in make_batches(5):
+        state, metrics = step(state, batch)
+        losses.append(float(metrics["loss"]))
+    return np.array(losses), jax.device_get(state.params)
+
+
+def test_five_steps_differ_from_one_device_by_few_codes(reference):
+    tx, params, losses = optax.adam(1e-2, eps=1e-4), reference.params, []
+    state = tx.init(params)
+    for batch in make_batches(5):
+        weight = batch["weights"].sum()
+        total, grads = reference.sums(rounded_weights(params, "float8"), batch)
+        updates, state = tx.update(optax.tree.scale(1 / weight, grads), state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(total / weight)
+    expected = flat(rounded_weights(jax.device_get(params), "float8"))
+    for sizes, options in (({"fsdp": 8}, {"accumulate": 2}), ({"replica": 2, "fsdp": 2}, {"program": "xla"})):
+        found, weights = train(sizes, "float8", **options)
+        np.testing.assert_allclose(found, losses, rtol=1e-5)
+        for name in ("up", "down"):
+            path = f"blocks.{name}.kernel"
+            rounded = round_float8(np.asarray(weights[path]), (-2, -1))
+            assert (rounded != expected[path]).mean() < 1e-3
+
+
+def test_evaluation_uses_the_rounded_weights(reference):
+    model, batch = shard({"fsdp": 4}, gather="float8"), one_batch()
+    loss = model.forward(lambda model, batch: token_loss(model, batch).total)(model.init(optax.sgd(0.1)), batch)
+    assert float(loss) == pytest.approx(reference.sums(rounded_weights(reference.params, "float8"), batch)[0], rel=1e-6)
+
+
+class Outer(nnx.Module):
+    """A unit that calls another unit twice."""
+
+    def __init__(self, rngs):
+        self.inner, self.linear = Block(DIM, rngs), nnx.Linear(DIM, DIM, rngs=rngs)
+
+    def __call__(self, x):
+        return self.inner(self.linear(self.inner(x)))
+
+
+class Nested(nnx.Module):
+    def __init__(self, rngs):
+        self.embed, self.outer = nnx.Embed(37, DIM, rngs=rngs), Outer(rngs)
+
+    def __call__(self, tokens):
+        return self.outer(self.embed(tokens))
+
+
+def test_calls_outside_the_schedule_are_rounded_alike():
+    def run(sizes, **options):
+        mesh = jfsdp.make_mesh(devices=jax.devices()[: math.prod(sizes.values())], **sizes)
+        policy = jfsdp.MixedPrecisionPolicy(gather_wire="float8", reduce_wire=options.pop("reduce", None))
+        model = fully_shard(Nested, mesh=mesh, units=[Outer, Block], mp_policy=policy)
+        return gradients(model, one_batch(), **options)[0]
+
+    with pytest.warns(UserWarning, match=r"outer\.inner"):
+        found, coded = (run({"fsdp": 4}, prefetch=1, reduce=reduce) for reduce in (None, "int8:32"))
+    expected = run({"fsdp": 1}, program="xla")
+    assert all(distance.max() < 1e-6 for distance in distances(found, expected).values())
+    errors = {path: distance.max() for path, distance in distances(coded, expected).items()}
+    assert 1e-4 < errors["outer.inner.up.kernel"] < 0.02 and errors["outer.inner.up.bias"] < 1e-6
