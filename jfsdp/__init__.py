@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from jfsdp.context.rows import whole_rows as whole_rows
     from jfsdp.engine.driver.schedule import Prefetch as Prefetch
     from jfsdp.engine.pipeline.schedule import Schedule as Schedule
+    from jfsdp.float8 import float8_dot_general as float8_dot_general
     from jfsdp.layout.lora import LoRA as LoRA
     from jfsdp.layout.mesh import make_abstract_mesh as make_abstract_mesh
     from jfsdp.layout.mesh import make_mesh as make_mesh

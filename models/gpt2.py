@@ -44,6 +44,7 @@ from .losses import head_loss, loss_of_model, token_batch
 from .optimizers import adamw, decay_mask
 from .over_tensor import (
     HEADS,
+    DotGeneral,
     Placements,
     by_heads,
     fused_heads,
@@ -62,21 +63,22 @@ def _residual_init(config: GPT2Config) -> Any:
     return nn.initializers.normal(_INIT_STD * (2 * config.num_layers) ** -0.5)
 
 
-def _dense(features: int, init: Any, name: str) -> nn.Dense:
-    return nn.Dense(features, kernel_init=init, name=name)
+def _dense(features: int, init: Any, name: str, dot_general: DotGeneral | None) -> nn.Dense:
+    return nn.Dense(features, kernel_init=init, name=name, dot_general=dot_general)
 
 
 class QKV(nn.Module):
     """Projection to queries, keys and values with one kernel; see `fused_heads`."""
 
     config: GPT2Config
+    dot_general: DotGeneral | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> list[jax.Array]:
         wide = 3 * self.config.dim
         kernel = self.param("kernel", nn.initializers.normal(_INIT_STD), (self.config.dim, wide), jnp.float32)
         bias = self.param("bias", nn.initializers.zeros, (wide,), jnp.float32)
-        return fused_heads(x, kernel, bias, self.config.num_heads)
+        return fused_heads(x, kernel, bias, self.config.num_heads, self.dot_general)
 
 
 class Attention(nn.Module):
@@ -84,11 +86,12 @@ class Attention(nn.Module):
 
     config: GPT2Config
     context: Context = WHOLE
+    dot_general: DotGeneral | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, documents: Any, deterministic: bool, cache: Cache | None = None) -> Any:
         config = self.config
-        parts = QKV(config, name="c_attn")(x)
+        parts = QKV(config, self.dot_general, name="c_attn")(x)
         query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in parts)
         if cache is not None:  # `documents` are positions
             attended, cache = attend_cached(query, key, value, cache, documents, choice=config.attention)
@@ -99,7 +102,7 @@ class Attention(nn.Module):
             kernel = self.context.over_context(partial(attend, choice=config.attention))
             attended = by_heads(kernel, query, key, value, documents=documents)
         attended = checkpoint_name(over_tensor(attended, 2, HEADS), "attended").reshape(x.shape)
-        attended = _dense(config.dim, _residual_init(config), "c_proj")(attended)
+        attended = _dense(config.dim, _residual_init(config), "c_proj", self.dot_general)(attended)
         return attended if cache is None else (attended, cache)
 
     def _attend_with_dropout(
@@ -118,12 +121,14 @@ class MLP(nn.Module):
     """`c_proj(gelu(c_fc(x)))`, with width 4D inside."""
 
     config: GPT2Config
+    dot_general: DotGeneral | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        wide = over_tensor(_dense(4 * self.config.dim, nn.initializers.normal(_INIT_STD), "c_fc")(x), -1)
+        dense = partial(_dense, dot_general=self.dot_general)
+        wide = over_tensor(dense(4 * self.config.dim, nn.initializers.normal(_INIT_STD), "c_fc")(x), -1)
         wide = checkpoint_name(wide, "mlp_hidden")
-        return _dense(self.config.dim, _residual_init(self.config), "c_proj")(gelu_tanh(wide))
+        return dense(self.config.dim, _residual_init(self.config), "c_proj")(gelu_tanh(wide))
 
 
 class LayerNorm(nn.Module):
@@ -143,16 +148,19 @@ class Block(nn.Module):
 
     config: GPT2Config
     context: Context = WHOLE
+    dot_general: DotGeneral | None = None
 
     @nn.compact
     def __call__(self, x: jax.Array, documents: Any, deterministic: bool, cache: Cache | None = None) -> Any:
         eps, drop = self.config.norm_eps, nn.Dropout(self.config.dropout, deterministic=deterministic)
         normed = whole_rows(LayerNorm(eps, name="ln_1")(x))
-        attended = Attention(self.config, self.context, name="attn")(normed, documents, deterministic, cache)
+        attend = Attention(self.config, self.context, self.dot_general, name="attn")
+        attended = attend(normed, documents, deterministic, cache)
         if cache is not None:
             attended, cache = attended
         x = x + drop(split_tokens(attended))
-        x = x + drop(split_tokens(MLP(self.config, name="mlp")(whole_rows(LayerNorm(eps, name="ln_2")(x)))))
+        mlp = MLP(self.config, self.dot_general, name="mlp")
+        x = x + drop(split_tokens(mlp(whole_rows(LayerNorm(eps, name="ln_2")(x)))))
         return x if cache is None else (x, cache)
 
 
@@ -164,6 +172,7 @@ class GPT2(nn.Module):
 
     config: GPT2Config
     context: Context = WHOLE
+    dot_general: DotGeneral | None = None
 
     @nn.compact
     def __call__(
@@ -234,7 +243,9 @@ class GPT2(nn.Module):
     def _extend(self, x: jax.Array, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         if not self.config.stacked:
             for index in range(self.config.num_layers):
-                x, cache = Block(self.config, self.context, name=f"h_{index}")(x, positions, True, cache.at(index))
+                x, cache = Block(self.config, self.context, self.dot_general, name=f"h_{index}")(
+                    x, positions, True, cache.at(index)
+                )
             return x, cache
 
         def run_block(block: Block, carry: Any, number: jax.Array, positions: jax.Array) -> tuple[Any, None]:
@@ -248,12 +259,12 @@ class GPT2(nn.Module):
             length=self.config.num_layers,
         )
         numbers = jnp.arange(self.config.num_layers)
-        return scan(Block(self.config, self.context, name="h"), (x, cache), numbers, positions)[0]
+        return scan(Block(self.config, self.context, self.dot_general, name="h"), (x, cache), numbers, positions)[0]
 
     def _run_blocks(self, x: jax.Array, documents: Any, deterministic: bool) -> jax.Array:
         if not self.config.stacked:
             for index in range(self.config.num_layers):
-                x = Block(self.config, self.context, name=f"h_{index}")(x, documents, deterministic)
+                x = Block(self.config, self.context, self.dot_general, name=f"h_{index}")(x, documents, deterministic)
             return x
 
         def run_block(block: Block, x: jax.Array, documents: Any) -> tuple[jax.Array, None]:
@@ -266,7 +277,7 @@ class GPT2(nn.Module):
             in_axes=nn.broadcast,  # type: ignore[arg-type]
             length=self.config.num_layers,
         )
-        return scan(Block(self.config, self.context, name="h"), x, documents)[0]
+        return scan(Block(self.config, self.context, self.dot_general, name="h"), x, documents)[0]
 
 
 def placements(config: GPT2Config) -> Placements:
@@ -321,6 +332,7 @@ def make_job(config: GPT2Config, seq_len: int) -> dict[str, Any]:
         "placements": placements(config),
         "row_loss": partial(loss_of_model, by_row=True),
         "in_context": lambda model, **functions: (model[0].clone(context=Context(**functions)), *model[1:]),
+        "with_dot_general": lambda model, dot_general: (model[0].clone(dot_general=dot_general), *model[1:]),
         "cache": partial(_cache, config),
     }
 

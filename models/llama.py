@@ -45,7 +45,18 @@ from .llama_hf import PRETRAINED
 from .llama_titan import titan_names
 from .losses import head_loss, loss_of_model, token_batch
 from .optimizers import adamw, decay_mask
-from .over_tensor import HEADS, Placements, by_heads, looked_up, make_placements, over_tensor, split_tokens, whole_rows
+from .over_tensor import (
+    HEADS,
+    DotGeneral,
+    Placements,
+    by_heads,
+    looked_up,
+    make_placements,
+    multiply,
+    over_tensor,
+    split_tokens,
+    whole_rows,
+)
 
 Rope = tuple[jax.Array, jax.Array]
 
@@ -130,13 +141,23 @@ def apply_rope(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
 class Linear(nnx.Module):
     """Linear layer with a kernel `[in, out]`, initialized with variance `1 / in`, and an optional bias."""
 
-    def __init__(self, num_in: int, num_out: int, *, rngs: nnx.Rngs, use_bias: bool = False, gain: float = 1.0):
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        *,
+        rngs: nnx.Rngs,
+        use_bias: bool = False,
+        gain: float = 1.0,
+        dot_general: DotGeneral | None = None,
+    ):
+        self.dot_general = dot_general
         init = nnx.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal")
         self.kernel = nnx.Param(init(rngs.params(), (num_in, num_out), jnp.float32))
         self.bias = nnx.Param(jnp.zeros((num_out,), jnp.float32)) if use_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        y = x @ self.kernel[...]
+        y = multiply(x, self.kernel[...], self.dot_general)
         return y if self.bias is None else y + self.bias[...]
 
 
@@ -169,13 +190,21 @@ class Embedding(nnx.Module):
 class Attention(nnx.Module):
     """Causal attention with `num_kv_heads` key and value heads, which groups of query heads share."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, context: Context = WHOLE):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        rngs: nnx.Rngs,
+        context: Context = WHOLE,
+        dot_general: DotGeneral | None = None,
+    ):
         self.config, self.context = config, context
         query_dim, kv_dim = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
-        self.q_proj = Linear(config.dim, query_dim, rngs=rngs, use_bias=config.qkv_bias)
-        self.k_proj = Linear(config.dim, kv_dim, rngs=rngs, use_bias=config.qkv_bias)
-        self.v_proj = Linear(config.dim, kv_dim, rngs=rngs, use_bias=config.qkv_bias)
-        self.o_proj = Linear(query_dim, config.dim, rngs=rngs, use_bias=config.out_bias, gain=_residual_gain(config))
+        linear = partial(Linear, rngs=rngs, dot_general=dot_general)
+        self.q_proj = linear(config.dim, query_dim, use_bias=config.qkv_bias)
+        self.k_proj = linear(config.dim, kv_dim, use_bias=config.qkv_bias)
+        self.v_proj = linear(config.dim, kv_dim, use_bias=config.qkv_bias)
+        self.o_proj = linear(query_dim, config.dim, use_bias=config.out_bias, gain=_residual_gain(config))
         self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
 
@@ -225,10 +254,11 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.gate_proj = Linear(config.dim, config.ffn_dim, rngs=rngs)
-        self.up_proj = Linear(config.dim, config.ffn_dim, rngs=rngs)
-        self.down_proj = Linear(config.ffn_dim, config.dim, rngs=rngs, gain=_residual_gain(config))
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral | None = None):
+        linear = partial(Linear, rngs=rngs, dot_general=dot_general)
+        self.gate_proj = linear(config.dim, config.ffn_dim)
+        self.up_proj = linear(config.dim, config.ffn_dim)
+        self.down_proj = linear(config.ffn_dim, config.dim, gain=_residual_gain(config))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = (self.gate_proj(x), self.up_proj(x))
@@ -244,12 +274,19 @@ def _residual_gain(config: LlamaConfig) -> float:
 class DecoderLayer(nnx.Module):
     """A layer: adds attention, then the MLP, to the residual stream. The unit for sharding."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, context: Context = WHOLE):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        *,
+        rngs: nnx.Rngs,
+        context: Context = WHOLE,
+        dot_general: DotGeneral | None = None,
+    ):
         self.config = config
         self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.attn = Attention(config, rngs=rngs, context=context)
+        self.attn = Attention(config, rngs=rngs, context=context, dot_general=dot_general)
         self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs, dot_general=dot_general)
 
     def __call__(self, x: jax.Array, rope: Rope, documents: Any, cache: Cache | None = None) -> Any:
         chunk = self.config.token_chunk if cache is None else None
@@ -272,16 +309,23 @@ class LMHead(Linear):
 class Llama(nnx.Module):
     """Llama, which predicts the next token at each position.
 
-    With the same seed, stacked and unstacked models have the same weights.
+    With the same seed, stacked and unstacked models have the same weights. `dot_general` computes the products of the
+    layers' projections, in place of `jax.lax.dot_general`.
     """
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, context: Context = WHOLE):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        rngs: nnx.Rngs,
+        context: Context = WHOLE,
+        dot_general: DotGeneral | None = None,
+    ):
         self.config, self.context = config, context
         self.embed = Embedding(config.vocab_size, config.dim, rngs=rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)
 
         def make_layer(key: jax.Array) -> DecoderLayer:
-            return DecoderLayer(config, rngs=nnx.Rngs(params=key), context=context)
+            return DecoderLayer(config, rngs=nnx.Rngs(params=key), context=context, dot_general=dot_general)
 
         self.layers = nnx.vmap(make_layer)(keys) if config.stacked else nnx.List([make_layer(key) for key in keys])
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
@@ -412,6 +456,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "placements": placements(config),
         "row_loss": partial(loss_of_model, by_row=True),
         "in_context": lambda model, **functions: partial(model, context=Context(**functions)),
+        "with_dot_general": lambda model, dot_general: partial(model, dot_general=dot_general),
         "cache": partial(cache_shapes, config.num_layers, config.num_kv_heads, config.head_size, config.stacked),
     }
 

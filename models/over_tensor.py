@@ -127,7 +127,19 @@ def over_tensor(x: jax.Array, dim: int, what: str = "of a value") -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 
 
-def fused_heads(x: jax.Array, kernel: jax.Array, bias: jax.Array, num_heads: int) -> list[jax.Array]:
+DotGeneral = Callable[..., jax.Array]
+
+
+def multiply(x: jax.Array, kernel: jax.Array, dot_general: DotGeneral | None) -> jax.Array:
+    """Multiply by a kernel with `dot_general`, or as `jnp.einsum`. Layout: [.. D], [D ...] -> [.. ...]."""
+    if dot_general is None:
+        return jnp.tensordot(x, kernel, 1) if kernel.ndim > 2 else x @ kernel
+    return dot_general(x, kernel, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+def fused_heads(
+    x: jax.Array, kernel: jax.Array, bias: jax.Array, num_heads: int, dot_general: DotGeneral | None = None
+) -> list[jax.Array]:
     """Project to queries, keys and values with one kernel that concatenates them, each with its heads in order.
 
     A contiguous shard of such a kernel is not a set of heads. So each device reads the columns of its heads from the
@@ -140,7 +152,7 @@ def fused_heads(x: jax.Array, kernel: jax.Array, bias: jax.Array, num_heads: int
     """
     heads = (num_heads, kernel.shape[-1] // (3 * num_heads))
     kernel = over_tensor(kernel.reshape(-1, 3, *heads), 2, HEADS)
-    qkv = jnp.einsum("btd,dcha->btcha", x, kernel) + over_tensor(bias.reshape(3, *heads), 1, HEADS)
+    qkv = multiply(x, kernel, dot_general) + over_tensor(bias.reshape(3, *heads), 1, HEADS)
     return [part.reshape(*x.shape[:-1], *heads) for part in jnp.split(qkv, 3, axis=2)]
 
 

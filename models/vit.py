@@ -40,6 +40,7 @@ from .losses import LossSums, classification_loss
 from .optimizers import NORMS_AND_BIASES, decay_mask
 from .over_tensor import (
     HEADS,
+    DotGeneral,
     Placements,
     by_heads,
     fused_heads,
@@ -83,8 +84,9 @@ def _make_norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Module:
     return LayerNorm(config.dim, eps=config.norm_eps)
 
 
-def _linear(num_in: int, num_out: int, rngs: nnx.Rngs) -> nnx.Linear:
-    return nnx.Linear(num_in, num_out, kernel_init=_kernel_init, rngs=rngs)
+def _linear(num_in: int, num_out: int, rngs: nnx.Rngs, dot_general: DotGeneral | None) -> nnx.Linear:
+    given = {} if dot_general is None else {"dot_general": dot_general}
+    return nnx.Linear(num_in, num_out, kernel_init=_kernel_init, rngs=rngs, **given)
 
 
 def _dropout(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Dropout:
@@ -121,14 +123,14 @@ class PatchEmbed(nnx.Module):
 class Attention(nnx.Module):
     """Attention of every token to every token."""
 
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
-        self.config = config
-        self.qkv = _linear(config.dim, 3 * config.dim, rngs)
-        self.out = _linear(config.dim, config.dim, rngs)
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral | None = None):
+        self.config, self.dot_general = config, dot_general
+        self.qkv = _linear(config.dim, 3 * config.dim, rngs, dot_general)
+        self.out = _linear(config.dim, config.dim, rngs, dot_general)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         assert self.qkv.bias is not None
-        parts = fused_heads(x, self.qkv.kernel[...], self.qkv.bias[...], self.config.num_heads)
+        parts = fused_heads(x, self.qkv.kernel[...], self.qkv.bias[...], self.config.num_heads, self.dot_general)
         query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in parts)
         kernel = partial(attend, choice=self.config.attention, is_causal=False)
         attended = by_heads(kernel, query, key, value, documents=None)
@@ -138,9 +140,9 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """`down(gelu(up(x)))`, with the exact GELU."""
 
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
-        self.up = _linear(config.dim, config.ffn_dim, rngs)
-        self.down = _linear(config.ffn_dim, config.dim, rngs)
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral | None = None):
+        self.up = _linear(config.dim, config.ffn_dim, rngs, dot_general)
+        self.down = _linear(config.ffn_dim, config.dim, rngs, dot_general)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return self.down(gelu(checkpoint_name(over_tensor(self.up(x), -1), "mlp_hidden")))
@@ -149,11 +151,11 @@ class MLP(nnx.Module):
 class EncoderBlock(nnx.Module):
     """A block: adds attention, then the MLP, to the residual stream. The unit for sharding."""
 
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs):
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral | None = None):
         self.norm1 = _make_norm(config, rngs)
-        self.attn = Attention(config, rngs=rngs)
+        self.attn = Attention(config, rngs=rngs, dot_general=dot_general)
         self.norm2 = _make_norm(config, rngs)
-        self.mlp = MLP(config, rngs=rngs)
+        self.mlp = MLP(config, rngs=rngs, dot_general=dot_general)
         self.dropout1, self.dropout2 = _dropout(config, rngs), _dropout(config, rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -169,14 +171,14 @@ class ViT(nnx.Module):
     the same seed, stacked and unstacked models have the same weights.
     """
 
-    def __init__(self, config: ViTConfig, rngs: nnx.Rngs):
+    def __init__(self, config: ViTConfig, rngs: nnx.Rngs, dot_general: DotGeneral | None = None):
         self.config = config
         self.embed = PatchEmbed(config, rngs=rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)
 
         def make_block(key: jax.Array) -> EncoderBlock:
             params, dropout = jax.random.split(key)
-            return EncoderBlock(config, rngs=nnx.Rngs(params=params, dropout=dropout))
+            return EncoderBlock(config, rngs=nnx.Rngs(params=params, dropout=dropout), dot_general=dot_general)
 
         self.blocks = nnx.vmap(make_block)(keys) if config.stacked else nnx.List([make_block(key) for key in keys])
         self.norm = _make_norm(config, rngs)

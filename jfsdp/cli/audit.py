@@ -43,7 +43,8 @@ class AuditProgram(Reporting, StepOptions):
             raise ValueError("no program is given; run jfsdp audit FILE")
         module = read_module(Path(self.hlo).expanduser())
         planned = shard_planned(self, num_devices=module.num_partitions or 1)
-        spec, has_axes = planned.step.resolve(planned.batch), planned.model.layout.num_shards(SHARED_AXES) > 1
+        spec = planned.step.resolve(planned.batch)
+        needs_trace = planned.model.layout.num_shards(SHARED_AXES) > 1 or self.matmul is not None
         reason = as_options(spec.reason)
         report = audit(
             module,
@@ -52,7 +53,7 @@ class AuditProgram(Reporting, StepOptions):
             min_overlap=self.min_overlap,
             gpus_per_node=self.gpus_per_node,
             spec=spec,
-            trace=planned.step.read_trace(planned.step.abstract_state(), planned.batch) if has_axes else None,
+            trace=planned.step.read_trace(planned.step.abstract_state(), planned.batch) if needs_trace else None,
         )
         text = f"with these options the program is {spec.program}: {reason}\n{report}"
         program = {"program": spec.program, "reason": reason}

@@ -14,6 +14,7 @@ from jfsdp.layout.mesh import SHARED_AXES, num_data_shards
 from jfsdp.layout.report import describe_mesh, frozen_leaves, show_bytes, summary
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.memory.peak import largest_buffers
+from jfsdp.plan.time.work import describe_products
 from jfsdp.trainer.option_errors import spell
 from jfsdp.trainer.options import StepOptions, as_options
 from jfsdp.trainer.parse import write
@@ -92,6 +93,8 @@ def _facts(plan: Plan, job: StepOptions, training: Training | None, verbose: boo
     }
     if work.attention:
         rows["attention"] = work.attention
+    if "float8" in plan.products:
+        rows["products"] = describe_products(plan.products)
     if pipe:
         rows["pipeline"] = (
             f"{pipe.name}: {pipe.stages} stages, {pipe.microbatches} microbatches, at most {pipe.live} waiting for "
@@ -105,7 +108,8 @@ def _facts(plan: Plan, job: StepOptions, training: Training | None, verbose: boo
     if host := plan.memory.host_bytes:
         state, node = show_bytes(plan.state.host_total), show_bytes(host * plan.cluster.gpus_per_node)
         rows["host memory"] = f"{node} per node; {show_bytes(host)} per GPU, {state} of it state"
-    compared = "; not compared with runs on this GPU or mesh"
+    where = "in float8" if "float8" in plan.products else "on this GPU or mesh"
+    compared = f"; not compared with runs {where}"
     unit, size = ("s", 1.0) if plan.step_s >= 0.01 else _unit(plan.step_s, _TIMES)
     if found := plan.step_range_s:
         compared = f"; {found[0] / size:.2f} to {found[1] / size:.2f} {unit} by the spread of published runs (90%)"

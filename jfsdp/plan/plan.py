@@ -28,6 +28,7 @@ from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, largest_buf
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.rates import CLOCK_RANGE, COMPARED_GPUS
 from jfsdp.plan.time.timeline import Rates, Timeline, hidden_share, simulate
+from jfsdp.plan.time.work import flops_by_dtype
 from jfsdp.plan.traffic.attribution import split_activations
 from jfsdp.plan.traffic.ledger import Ledger, make_ledger
 from jfsdp.train.checks import check_lowers
@@ -124,6 +125,7 @@ class Plan:
 
     Attributes:
       spec: the step's program, the reason for it, and the prefetch depth.
+      products: number and FLOPs of matrix products per step and device, by the dtype of their operands.
       pipeline: None without mesh axis `pipe`.
     """
 
@@ -137,6 +139,7 @@ class Plan:
     timeline: Timeline
     reserve_bytes: int
     spec: StepSpec
+    products: Mapping[str, tuple[int, float]]
     pipeline: Pipeline | None = None
 
     @property
@@ -163,9 +166,11 @@ class Plan:
     def step_range_s(self) -> tuple[float, float] | None:
         """Estimated range of seconds, which contains the measured time of nine of ten published runs.
 
-        None if no published run was compared: for other GPUs, and for meshes with axis `tensor`, `pipe` or `context`.
+        None if no published run was compared: for other GPUs, for meshes with axis `tensor`, `pipe` or `context`, and
+        for products in float8.
         """
-        if self.cluster.gpu.name not in COMPARED_GPUS or self.layout.num_shards(SHARED_AXES) > 1:
+        is_other = "float8" in self.products or self.layout.num_shards(SHARED_AXES) > 1
+        if self.cluster.gpu.name not in COMPARED_GPUS or is_other:
             return None
         low, high = CLOCK_RANGE
         return self.step_s * low, self.step_s * high
@@ -275,6 +280,7 @@ class Plan:
             "rows_per_device": self.work.rows,
             "documents_per_row": self.work.documents_per_row,
             "attention": self.work.attention,
+            "products": {dtype: {"count": num, "flops": flops} for dtype, (num, flops) in self.products.items()},
             f"{self.work.item}s_per_s_per_gpu": self.items_per_s,
             "compute_bound_batch_per_device": self.compute_bound_rows,
             "options": dict(self.compiled.options),
@@ -364,6 +370,7 @@ def make_plan(
         timeline=timeline,
         reserve_bytes=reserve_bytes,
         spec=step.spec,
+        products=flops_by_dtype(module),
         pipeline=_pipeline(step, module, timeline),
     )
 

@@ -56,6 +56,8 @@ class Job:
         such checkpoints.
       in_context: `f(model, attention=, over_context=, positions=, whole_rows=) -> model`: `model` with these functions
         of jfsdp, for rows that mesh axis `context` splits (docs/context.md). None: the model calls them itself.
+      with_dot_general: `f(model, dot_general) -> model`: `model` with this function for the products of its layers'
+        projections, for `--matmul float8`. None: the model names `jfsdp.float8_dot_general` itself, or has none.
       cache: `f(rows, length, dtype) -> pytree of jax.ShapeDtypeStruct`, the KV cache of generation; arrays are
         [rows .. heads length size], and zeros are an empty cache. The model is then called as `model(tokens [B T],
         positions=[B T], cache=, lengths=[B]) -> (logits [B V] of each row's last token, cache)`: with prompts, padded
@@ -89,6 +91,7 @@ class Job:
     axis_rules: AxisRules | None = None
     placements: Mapping[Any, Any] | None = None
     in_context: Callable[..., Any] | None = None
+    with_dot_general: Callable[..., Any] | None = None
     cache: Callable[..., Any] | None = None
     decay_mask: Callable[[Any], Any] | None = None
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from jfsdp.arguments import did_you_mean
 from jfsdp.trainer import parse
 from jfsdp.trainer.help_groups import Options, option
 from jfsdp.trainer.option_errors import spell
@@ -152,6 +153,9 @@ class ShardingOptions(Options):
     )
     """Exchange the gradients of these matrices in 8 bits and sum them in float32, such as int8 or int8@node; needs
     manual. none: --reduce-dtype."""
+    matmul: Annotated[str | None, optional(str, "float8|none")] = option(None, "precision", "refused")
+    """float8: products of the layers' projections in float8, forward and backward, for models that support it; not
+    embedding, head and norms. NVIDIA GPUs from Ada and Hopper on. none: in --param-dtype."""
     frozen: Annotated[Words, tyro.conf.arg(metavar="GLOB,...")] = option(
         (), "frozen weights and adapters", "refused", read=words()
     )
@@ -256,6 +260,7 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     from jfsdp.layout.placements import placements
     from jfsdp.train.fully_shard import fully_shard
 
+    job = dataclasses.replace(job, model=with_matmul(options.matmul, job, mesh))
     if job.in_context is not None and num_contexts(mesh) > 1:
         functions = {"over_context": over_context, "positions": positions, "whole_rows": whole_rows}
         job = dataclasses.replace(job, model=job.in_context(job.model, attention=attention, **functions))
@@ -263,6 +268,27 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     if options.min_size is not None:
         places["placements"] = {**(job.placements or {}), **placements(min_size=options.min_size)}
     return fully_shard(wrap_model(options, job), mesh=mesh, **places, **sharding_arguments(options))
+
+
+def with_matmul(matmul: str | None, job: Job, mesh: Any) -> Any:
+    """Return the job's model with the matrix products that an option names.
+
+    Raises:
+      ValueError: for an unknown name, a job without float8, and GPUs without it.
+    """
+    from jfsdp.float8 import check_devices, float8_dot_general
+
+    if matmul is None:
+        return job.model
+    if matmul != "float8":
+        raise ValueError(f"--matmul {matmul!r} is not float8 or none{did_you_mean(matmul, ['float8'])}")
+    if job.with_dot_general is None:
+        raise ValueError(
+            f"--matmul float8: job {job.name!r} has no with_dot_general; give its layers "
+            "dot_general=jfsdp.float8_dot_general, and leave the option out"
+        )
+    check_devices(mesh)
+    return job.with_dot_general(job.model, float8_dot_general)
 
 
 def wrap_model(options: ShardingOptions, job: Job) -> Any:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from jfsdp.arguments import Amount, Count, Share, Size, checked, did_you_mean
 
-_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+_DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32", "f8e4m3fn": "float8", "f8e5m2": "float8"}
 _Rate = Annotated[float, 1]
 
 
@@ -64,7 +64,7 @@ class Gpu:
     aliases: tuple[str, ...] = ()
 
     def peak_flops(self, dtype: str) -> float:
-        """Return the datasheet's FLOP/s for matrices of `dtype`: bfloat16, float16, tf32 or float32.
+        """Return the datasheet's FLOP/s for matrices of `dtype`: float8, bfloat16, float16, tf32 or float32.
 
         Raises:
           ValueError: for a dtype without a known rate.

@@ -17,7 +17,7 @@ from jfsdp.plan.cluster.gpus import GPUS, Gpu, dtype_name, find_gpu
 
 __all__ = ["GPUS", "Cluster", "Gpu", "find_gpu", "host_bandwidth", "link_bandwidth", "matmul_rate"]
 
-_ITEMSIZE = {"bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4}
+_ITEMSIZE = {"float8": 1, "bfloat16": 2, "float16": 2, "tf32": 4, "float32": 4}
 
 # Assumed: the share of the adapters' datasheet bandwidth that a large collective reaches, and the latency of a
 # collective (44 us for 8 H100, from the two smallest measured points).

@@ -18,6 +18,7 @@ from jfsdp.plan.hlo.collectives import SCALARS_BYTES, find_collectives
 from jfsdp.plan.hlo.op_names import find_argument
 from jfsdp.plan.hlo.parse import Instruction, Module, parse_module
 from jfsdp.plan.time.timeline import overlapped_share
+from jfsdp.plan.time.work import describe_products, flops_by_dtype
 from jfsdp.plan.traffic.attribution import split_activations
 from jfsdp.plan.traffic.checks import Check, Finding, gb
 from jfsdp.plan.traffic.ledger import OWN, Ledger, make_ledger, one_microbatch
@@ -95,7 +96,8 @@ def audit(
       gpus_per_node: marks collectives that cross nodes in the ledger.
       spec: `step.spec`; None: one microbatch of program "manual".
       calls: calls per microbatch of units that are not called exactly once.
-      trace: of the step, for theory of activations over model axes (`tensor`); None: they are not checked.
+      trace: of the step, for theory of activations over model axes (`tensor`) and for products stated in float8; None:
+        they are not checked.
 
     Raises:
       ValueError: if `compiled` is not scheduled HLO, or has another number of devices than the layout's mesh.
@@ -120,8 +122,9 @@ def audit(
         *(check.kept_weights() if set(spec.gathered) <= set(layout.gathered_in_pipeline) else []),
         *check.overlap(share, min_overlap),
         *check.unknown(),
+        *(check.products(trace.jaxpr) if trace else []),
     ]
-    notes = [*_notes(layout, ledger, arguments, tolerance), *_other_layout_note(findings, layout)]
+    notes = [*_notes(module, layout, ledger, arguments, tolerance), *_other_layout_note(findings, layout)]
     return AuditReport(tuple(findings), ledger, share, tuple(notes))
 
 
@@ -166,7 +169,7 @@ def _arguments(module: Module, layout: Layout) -> Iterator[tuple[Leaf, str, Inst
             yield layout.by_path[leaf], _STAGES[field], instruction
 
 
-def _notes(layout: Layout, ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterator[str]:
+def _notes(module: Module, layout: Layout, ledger: Ledger, arguments: Sequence[Any], tolerance: float) -> Iterator[str]:
     if ledger.own_bytes:
         axes = dict.fromkeys(axis for row in ledger.rows if row.what == OWN for axis in row.axes)
         theory = "theory needs the step's trace for them (trace=)"
@@ -175,6 +178,9 @@ def _notes(layout: Layout, ledger: Ledger, arguments: Sequence[Any], tolerance: 
             unknown = ", ".join(own.unknown)
             theory += f", which has no rule for {unknown} on a dim that is split" if unknown else ""
         yield f"{gb(ledger.own_bytes)} more are sent by the model's own collectives, over {', '.join(axes)}: {theory}"
+    products = flops_by_dtype(module)
+    if "float8" in products:
+        yield f"matrix products: {describe_products(products)}"
     if any(leaf.gather_wire or leaf.reduce_wire for leaf in layout.leaves):
         for what in ("parameters", "gradients"):
             sent = Counter[str]()

@@ -11,6 +11,7 @@
     held             gathered weights of a resharded unit are kept from its forward to its backward
     overlap          too few of the bytes in loops have a matmul between start and done, or no loop sends any
     activations      more bytes are sent over the model axes (`tensor`) than the step's trace requires
+    product-dtype    matrix products that the step states in float8 are computed in another dtype
     unknown          collectives belong to no leaf: activations that move, an optimizer that mixes elements
 """
 
@@ -22,7 +23,11 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
+from jfsdp.compat import manual_axes
 from jfsdp.engine.movements import ALL_TO_ALL, BACKWARD, GATHER, REDUCE, SCATTER, Move
+from jfsdp.jaxprs import inner_jaxprs
 from jfsdp.layout.codec import SCALE_DTYPE
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
@@ -33,6 +38,7 @@ from jfsdp.plan.hlo.kept_weights import find_kept_weights
 from jfsdp.plan.hlo.parse import Instruction, Module, Shape, hlo_dtype
 from jfsdp.plan.hlo.slices import find_wrong_slices
 from jfsdp.plan.hlo.trip_counts import walk
+from jfsdp.plan.time.work import flops_by_dtype
 from jfsdp.plan.traffic.attribution import Part
 from jfsdp.plan.traffic.ledger import OWN, Ledger, Row
 
@@ -89,6 +95,19 @@ class Check:
                 "(openxla/xla#46231), or keep them on the device"
             )
             yield Finding("wrong-slice", message, 0.0, "", inst.source or inst.op_name)
+
+    def products(self, jaxpr: Any) -> Iterator[Finding]:
+        """Find matrix products that the step states in float8 and the program computes in another dtype."""
+        stated = stated_flops(jaxpr, math.prod(size for _, size in self.layout.mesh_sizes))
+        found = {dtype: flops for dtype, (_, flops) in flops_by_dtype(self.module).items()}
+        others, known = (sum(flops for dtype, flops in x.items() if dtype != "float8") for x in (found, stated))
+        if stated.get("float8") and others > 1.01 * known:
+            message = (
+                f"{others - known:.3g} FLOPs of matrix products per device and step are stated in float8 and computed "
+                f"in {', '.join(dtype for dtype in found if dtype != 'float8')}; pass float8 operands to "
+                "jax.lax.dot_general, as jfsdp.float8_dot_general does, and scale the result"
+            )
+            yield Finding("product-dtype", message, 0.0, "", "")
 
     def wire_dtypes(self) -> Iterator[Finding]:
         """Find arrays in a wider or narrower dtype than all of the leaf's movements of that kind."""
@@ -313,6 +332,30 @@ def _worst(rows: Iterable[Row]) -> list[tuple[Row, float]]:
     """Return the three rows with the largest excess over theory, and the excess."""
     excess = [(row, row.measured_bytes - row.expected_bytes) for row in rows if row.measured_bytes > row.expected_bytes]
     return sorted(excess, key=lambda pair: -pair[1])[:3]
+
+
+def stated_flops(jaxpr: Any, num_devices: float) -> dict[str, float]:
+    """Return the FLOPs per device of the matrix products in the trace of a step, by the dtype of their operands.
+
+    Args:
+      num_devices: over which XLA splits the operations; a `shard_map` has split them over its axes.
+    """
+    total: dict[str, float] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            lhs, rhs = (atom.aval for atom in eqn.invars)
+            ((contracted, _), _) = eqn.params["dimension_numbers"]
+            depth = math.prod(lhs.shape[dim] for dim in contracted)
+            is_float8 = all(jnp.dtype(x.dtype).itemsize == 1 for x in (lhs, rhs))
+            name = "float8" if is_float8 else lhs.dtype.name
+            total[name] = total.get(name, 0.0) + 2.0 * depth * math.prod(eqn.outvars[0].aval.shape) / num_devices
+        times = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        mesh = eqn.params["mesh"] if eqn.primitive.name == "shard_map" else None
+        split = math.prod(mesh.shape[axis] for axis in manual_axes(eqn)) if mesh is not None else 1
+        for body in inner_jaxprs(eqn):
+            for name, flops in stated_flops(body, num_devices / split).items():
+                total[name] = total.get(name, 0.0) + times * flops
+    return total
 
 
 def _is_sum(kind: str, is_of_matrices: bool = False) -> bool:

@@ -43,6 +43,7 @@ def loss_settings(config: TrainConfig) -> dict[str, Any]:
         "frozen_dtype",
         "gather_wire",
         "reduce_wire",
+        "matmul",
         "accumulate",
         "ema",
         "seed",
