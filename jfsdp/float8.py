@@ -11,6 +11,8 @@ afterwards. For "dequantize, then multiply" XLA compiles a product in bfloat16.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -25,7 +27,8 @@ from jfsdp.layout.codec import power_of_two
 from jfsdp.layout.mesh import ROW_AXES, axes_of
 
 SCOPE = "jfsdp.float8"  # in the names of these products
-NOT = f"{SCOPE}.not."  # in the names of products that are not in float8, with the reason
+NOT = f"{SCOPE}.not."  # in the names of products that are not in float8, before the reason
+NOT_CHOSEN, TOKENS = "not_chosen", "gradient_without_tokens"  # reasons; others are odd sizes
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 MULTIPLE = 16  # of which cuBLAS needs all dims of a float8 product
 LEAST_CAPABILITY = (8, 9)
@@ -60,13 +63,12 @@ def float8_dot_general(
     """
     ((contracted, of_rhs), batch) = dimension_numbers
     dims = tuple(dim % lhs.ndim for dim in contracted), tuple(dim % rhs.ndim for dim in of_rhs)
-    reason = why_not(lhs, rhs, dims, batch)
-    dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs)) if not reason else None
-    if reason:
+    if reason := why_not(lhs, rhs, dims, batch):
         with jax.named_scope(f"{NOT}{reason}"):
             return jax.lax.dot_general(lhs, rhs, dimension_numbers, precision, preferred_element_type, **options)
+    dtype = jnp.dtype(preferred_element_type or jnp.result_type(lhs, rhs)).name
     with jax.named_scope(SCOPE):
-        return _product(dims, str(dtype), lhs, rhs)
+        return _product(_Product(dims, dtype, lhs.dtype.name, rhs.dtype.name), lhs, rhs)
 
 
 def check_devices(mesh: Any) -> None:
@@ -96,44 +98,48 @@ def why_not(lhs: Any, rhs: Any, dims: Dims, batch: Any) -> str:
     return f"size_{odd[0]}" if odd else ""
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _product(dims: Dims, dtype: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-    return _forward(dims, dtype, lhs, rhs)[0]
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """The contracted dims of a product, its dtype, and the dtypes of its operands."""
+
+    dims: Dims
+    dtype: str
+    of_lhs: str
+    of_rhs: str
 
 
-def _forward(dims: Dims, dtype: str, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(how: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    return _forward(how, lhs, rhs)[0]
+
+
+def _forward(how: _Product, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
     (x, by_row), (w, scale) = _rows_in(E4M3, lhs), _whole_in(E4M3, rhs)
-    out = _scaled(x, w, dims, by_row * scale, dtype)
-    return out, (
-        x if _sums_rows(dims, lhs.shape) else lhs,
-        by_row,
-        w,
-        scale,
-        jnp.zeros((), lhs.dtype),
-        jnp.zeros((), rhs.dtype),
-    )
+    sums_rows = _sums_rows(how.dims, lhs.shape)
+    with contextlib.nullcontext() if sums_rows else jax.named_scope(f"{NOT}{TOKENS}"):
+        out = _scaled(x, w, how.dims, by_row * scale, how.dtype)
+    return out, (x if sums_rows else lhs, by_row, w, scale)
 
 
-def _backward(dims: Dims, dtype: str, residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, x_scale, w, w_scale, like_lhs, like_rhs = residuals
-    of_lhs, of_rhs = dims
+def _backward(how: _Product, residuals: Any, grad: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, x_scale, w, w_scale = residuals
+    of_lhs, of_rhs = how.dims
     tokens = [dim for dim in range(x.ndim) if dim not in of_lhs]  # with the rows, dim 0
     outputs = [dim for dim in range(w.ndim) if dim not in of_rhs]
     of_grad = [*range(len(tokens), grad.ndim)]
     with jax.named_scope(SCOPE):
         g, g_scale = _rows_in(E5M2, grad)
-        dx = _scaled(g, w, (of_grad, outputs), g_scale * w_scale, like_lhs.dtype)
+        dx = _scaled(g, w, (of_grad, outputs), g_scale * w_scale, how.of_lhs)
         # The product has the tokens, then the contracted dims of `rhs` in their order there.
         order = [*tokens, *(of_lhs[of_rhs.index(dim)] for dim in sorted(of_rhs))]
         dx = jnp.transpose(dx, _inverse(order))
         order = [*(of_rhs[of_lhs.index(dim)] for dim in sorted(of_lhs)), *outputs]
-        if not _sums_rows(dims, x.shape):
-            with jax.named_scope(f"{NOT}tokens"):
-                dw = jax.lax.dot_general(x, grad, ((tokens, range(len(tokens))), ((), ())))
+        if not _sums_rows(how.dims, x.shape):
+            dw = jax.lax.dot_general(x, grad, ((tokens, range(len(tokens))), ((), ())))
         else:
             contract = [dim - 1 for dim in tokens[1:]], [*range(len(tokens) - 1)]
-            dw = _sum_of_rows(x, g, contract, x_scale * g_scale, dtype)
-    return dx, jnp.transpose(dw, _inverse(order)).astype(like_rhs.dtype)
+            dw = _sum_of_rows(x, g, contract, x_scale * g_scale, how.dtype)
+    return dx, jnp.transpose(dw, _inverse(order)).astype(how.of_rhs)
 
 
 _product.defvjp(_forward, _backward)

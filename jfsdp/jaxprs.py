@@ -39,8 +39,8 @@ def depends_on(
     """Tell for each output whether it depends on a marked input.
 
     Calls (jit, checkpoint, custom derivatives) are followed to each output; loops are followed through their
-    carries to a fixed point; an output of `cond` also depends on its predicate; every output of any other equation
-    depends on all its inputs.
+    carries to a fixed point; an output of `cond` also depends on its predicate; an output of a barrier is its input;
+    every output of any other equation depends on all its inputs.
 
     Args:
       visit: called with every equation that a marked input reaches, perhaps several times.
@@ -302,6 +302,8 @@ def _eqn_depends_on(eqn: Any, marked: list[bool], follow: Any) -> list[bool]:
     if not any(marked):
         return [False] * len(eqn.outvars)
     name = eqn.primitive.name
+    if name == "optimization_barrier":
+        return marked
     if name == "scan":
         return _scan_depends_on(eqn, marked, follow)
     inner = _called(eqn)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.text import Text
 
 from jfsdp.cli.console import Reporting, make_console, make_table, print_verdict
+from jfsdp.float8 import TOKENS
 from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.lint import LayoutWarning, advise
 from jfsdp.layout.mesh import make_abstract_mesh, num_data_shards
@@ -62,7 +64,8 @@ class Explain(Reporting, ShardingOptions):
             warnings.simplefilter("always")
             spec = step.resolve(make_batch(job, rows, job.seq_len))  # raises the errors of training
         messages = [str(warning.message) for warning in found]
-        return state, {"program": spec.program, "reason": as_options(spec.reason), "warnings": messages}
+        program = {"program": spec.program, "reason": as_options(spec.reason), "warnings": messages}
+        return state, program | {"products": dict(spec.products)}
 
 
 def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
@@ -83,11 +86,23 @@ def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
     if is_wide:
         make_console(width=10_000).print(_leaves(layout, count))
     console.print(f"program {program['program']}: {program['reason']}")
+    for line in _products(program["products"]):
+        console.print(line)
     if frozen:
         console.print(f"frozen, without gradient and optimizer: {num_parameters(frozen):,} of these parameters")
     console.print(_totals(count))
     for warning in warnings:
         console.print(f"warning: {warning}")
+
+
+def _products(products: Mapping[str, str]) -> Iterator[str]:
+    """Yield which weights multiply in float8 and which do not, if any does."""
+    by_reason: dict[str, list[str]] = {}
+    for path, why in products.items():
+        by_reason.setdefault(why, []).append(path)
+    if num := sum(len(by_reason.get(why, [])) for why in ("", TOKENS)):
+        yield f"products in float8: {num} of {len(products)} weights"
+        yield from (f"  {why.replace('_', ' ')}: {', '.join(paths)}" for why, paths in by_reason.items() if why)
 
 
 def _leaves(layout: Layout, count: StateBytes) -> Any:

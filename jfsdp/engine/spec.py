@@ -27,6 +27,7 @@ class StepSpec:
       auto_axes: the mesh axes over which the model states shardings: left to XLA.
       update_moves: the movements (`Move`) of the optimizer.
       adds_up: whether the loss of all rows is the sum of the microbatches' losses.
+      products: by matrix of a product, why it is not in float8; "" if it is.
       is_zigzag: whether rows that axis `context` splits are in zigzag order ([Note: zigzag order] in context/rows.py).
     """
 
@@ -42,3 +43,4 @@ class StepSpec:
     update_moves: tuple[Any, ...] = ()
     adds_up: bool = True
     is_zigzag: bool = False
+    products: tuple[tuple[str, str], ...] = dataclasses.field(default=(), repr=False)

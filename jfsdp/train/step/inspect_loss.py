@@ -7,8 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jfsdp import jaxprs
+from jfsdp import float8, jaxprs
 from jfsdp.compat import core, dce_jaxpr
 from jfsdp.context.rows import BY_KEYS
 from jfsdp.engine.apply import ShardedApply
@@ -44,6 +45,7 @@ class Survey:
       gathers_rows: whether the model states that dim 0 of a value that depends on the rows is not split.
       has_keys: whether attention gathers keys over axis `context`.
       context_bytes: as `context_bytes`, in a forward.
+      products: by matrix of a product, why it is not in float8; "" if it is.
     """
 
     is_sum: bool
@@ -58,6 +60,7 @@ class Survey:
     gathers_rows: bool
     has_keys: bool
     context_bytes: int
+    products: dict[str, str]
 
 
 def survey(
@@ -130,7 +133,32 @@ def survey(
         any(map(_gathers_dim_0, of_rows)),
         any(BY_KEYS in str(eqn.source_info.name_stack) for eqn in jaxprs.all_eqns(jaxpr)),
         context_bytes(jaxpr),
+        _products(layout, trace.traced),
     )
+
+
+# Operations between a weight and the product that reads it.
+_OF_WEIGHTS = {"convert_element_type", "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "copy"}
+_OF_WEIGHTS |= {"abs", "reduce_max", "div", "mul", "clamp", "max", "min", "optimization_barrier", "sharding_constraint"}
+
+
+def _products(layout: Layout, traced: Traced) -> dict[str, str]:
+    """Return by matrix why its first product is not in float8; see `Survey.products`."""
+
+    def carries(eqn: Any, var: Any) -> bool:
+        return eqn.primitive.name in _OF_WEIGHTS or bool(jaxprs.inner_jaxprs(eqn))
+
+    found = {}
+    for place, path in enumerate(traced.names):
+        leaf = layout.by_path.get(path)
+        eqns: list[Any] = []
+        if leaf and len(leaf.shape) - leaf.stacked > 1:
+            jaxprs.depends_on(traced.jaxpr, [i == place for i in range(len(traced.names))], eqns.append, carries)
+        if dots := [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]:
+            reason = str(dots[0].source_info.name_stack).partition(float8.NOT)[2].partition("/")[0]
+            is_float8 = all(jnp.dtype(atom.aval.dtype).itemsize == 1 for atom in dots[0].invars)
+            found[path] = reason if is_float8 or reason else float8.NOT_CHOSEN
+    return found
 
 
 def _repeats(layout: Layout, traced: Any) -> bool:

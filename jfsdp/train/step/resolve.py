@@ -94,6 +94,7 @@ def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch
         auto_axes=tuple(dict.fromkeys((*model_axes(mesh), *found.model_axes))),
         adds_up=found.is_sum and not found.has_statistics,
         is_zigzag=program == MANUAL and found.has_keys,
+        products=tuple(found.products.items()),
     )
     return spec if schedule is None else _with_passes(apply, loss_fn, config, spec, shapes)
 
