@@ -47,7 +47,7 @@ def float8_dot_general(
 
     Products with dims that are no multiples of 16, with batch dims, or with integers are computed by
     `jax.lax.dot_general`; `jfsdp explain --matmul float8` lists them. Without tokens (`lhs` [B D]), or if 16 does not
-    divide their number, the gradient of the weight is a product in the dtype of `lhs`.
+    divide their number on a device, the gradient of the weight is a product in the dtype of `lhs`.
 
     Layout:  lhs [B T D], rhs [D F] -> [B T F]; dim 0 of `lhs` is the rows of the batch.
     Dtype:   operands float8_e4m3fn, gradients of the result float8_e5m2; result `preferred_element_type`, default that

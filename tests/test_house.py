@@ -36,8 +36,9 @@ ALLOWED = {
     "objects": ("extras", "launch.hosts"),
     "modules": ("arguments", "layout"),
     "context": ("arguments", "compat", "jaxprs", "layout.mesh", "layout.policy"),
+    "float8": ("context.rows", "layout.codec", "layout.mesh"),
     "engine": ("arguments", "compat", "context.rows", "jaxprs", "layout", "modules"),
-    "train": ("arguments", "compat", "context.rows", "jaxprs", "layout", "modules", "engine", "launch.hosts"),
+    "train": ("arguments", "compat", "context.rows", "jaxprs", "layout", "modules", "engine", "float8", "launch.hosts"),
     "checkpoint": (
         "arguments",
         "lazy",
@@ -63,6 +64,7 @@ ALLOWED = {
         "train",
         "checkpoint",
         "launch",
+        "float8",
         "extras",
         "objects",
     ),

@@ -260,7 +260,7 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     from jfsdp.layout.placements import placements
     from jfsdp.train.fully_shard import fully_shard
 
-    job = dataclasses.replace(job, model=with_matmul(options.matmul, job, mesh))
+    job = dataclasses.replace(job, model=with_matmul(options, job, mesh))
     if job.in_context is not None and num_contexts(mesh) > 1:
         functions = {"over_context": over_context, "positions": positions, "whole_rows": whole_rows}
         job = dataclasses.replace(job, model=job.in_context(job.model, attention=attention, **functions))
@@ -270,18 +270,23 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     return fully_shard(wrap_model(options, job), mesh=mesh, **places, **sharding_arguments(options))
 
 
-def with_matmul(matmul: str | None, job: Job, mesh: Any) -> Any:
-    """Return the job's model with the matrix products that an option names.
+def with_matmul(options: ShardingOptions, job: Job, mesh: Any) -> Any:
+    """Return the job's model with the matrix products that `--matmul` names.
 
     Raises:
-      ValueError: for an unknown name, a job without float8, and GPUs without it.
+      ValueError: for an unknown name, adapters, a job without float8, and GPUs without it.
     """
     from jfsdp.float8 import check_devices, float8_dot_general
 
-    if matmul is None:
+    if options.matmul is None:
         return job.model
-    if matmul != "float8":
-        raise ValueError(f"--matmul {matmul!r} is not float8 or none{did_you_mean(matmul, ['float8'])}")
+    if options.matmul != "float8":
+        raise ValueError(f"--matmul {options.matmul!r} is not float8 or none{did_you_mean(options.matmul, ['float8'])}")
+    if options.lora or getattr(options, "init_adapter", None):
+        raise ValueError(
+            "--matmul float8: a float8 product with an adapter would compute the gradient of the frozen matrix too; "
+            "remove --matmul, or train whole matrices without --lora and --init-adapter"
+        )
     if job.with_dot_general is None:
         raise ValueError(
             f"--matmul float8: job {job.name!r} has no with_dot_general; give its layers "
