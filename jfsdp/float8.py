@@ -30,7 +30,7 @@ SCOPE = "jfsdp.float8"  # in the names of these products
 NOT = f"{SCOPE}.not."  # in the names of products that are not in float8, before the reason
 NOT_CHOSEN, TOKENS = "not_chosen", "gradient_without_tokens"  # reasons; others are odd sizes
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
-MULTIPLE = 16  # of which cuBLAS needs all dims of a float8 product
+MULTIPLE = 16  # cuBLAS requires that it divides all dims of a float8 product
 LEAST_CAPABILITY = (8, 9)
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -45,7 +45,7 @@ def float8_dot_general(
 ) -> jax.Array:
     """Multiply activations by a weight in float8: `jax.lax.dot_general` for the argument `dot_general=` of Flax layers.
 
-    Products with dims that are no multiples of 16, with batch dims, or with integers are computed by
+    Products with dims that 16 does not divide, with batch dims, or with integers are computed by
     `jax.lax.dot_general`; `jfsdp explain --matmul float8` lists them. Without tokens (`lhs` [B D]), or if 16 does not
     divide their number on a device, the gradient of the weight is a product in the dtype of `lhs`.
 

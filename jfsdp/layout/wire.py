@@ -130,6 +130,6 @@ def check_blocks(path: str, field: str, wire: Wire, shape: Sequence[int], parts:
     fits = math.gcd(size, -(-size // parts), block)
     part = f", in {parts} parts of {-(-size // parts)}" if parts > 1 else ""
     raise ValueError(
-        f"{path}: dim {len(shape) - 1} (size {size}{part}) is no multiple of {block}, the block of {field}; use "
+        f"{path}: dim {len(shape) - 1} (size {size}{part}) is not a multiple of {block}, the block of {field}; use "
         f"block={fits}, or leave its unit out (per_unit)"
     )
