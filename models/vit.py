@@ -84,7 +84,7 @@ def _make_norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Module:
     return LayerNorm(config.dim, eps=config.norm_eps)
 
 
-def _linear(num_in: int, num_out: int, rngs: nnx.Rngs, dot_general: DotGeneral | None) -> nnx.Linear:
+def _linear(num_in: int, num_out: int, rngs: nnx.Rngs, dot_general: DotGeneral | None = None) -> nnx.Linear:
     given = {} if dot_general is None else {"dot_general": dot_general}
     return nnx.Linear(num_in, num_out, kernel_init=_kernel_init, rngs=rngs, **given)
 

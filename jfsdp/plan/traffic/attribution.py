@@ -29,7 +29,7 @@ from jfsdp.plan.hlo.op_names import find_scopes, split_names
 
 SCALAR_ELEMENTS = 64  # arrays up to this size that fit no leaf are counts, norms and similar
 _WHOLE, _PIECES = ("whole", 0), ("pieces", 0)  # forms of a leaf in a collective that theory does not expect
-_MOVES = (GATHER, SCATTER, REDUCE, ALL_TO_ALL)
+_MOVES = (GATHER, SCATTER, REDUCE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +65,7 @@ class Attribution:
         self.remaining: Counter[tuple[str, str, int]] = Counter()
         self.by_shape: dict[tuple[Any, ...], list[Leaf]] = {}
         self.unit_of = {"root": ROOT} | {unit.name: unit.name for unit in layout.units}  # by its name in a scope
+        self.kinds = {*_MOVES, *(move.kind for move in moves if move.wire)}
         for leaf in layout.by_path.values():
             self._index(_WHOLE, leaf, 1)
         for move in moves:
@@ -115,7 +116,7 @@ class Attribution:
         size = math.prod(dims)
         if SCALES in item.op_name:
             return ""
-        if item.kind not in _MOVES and not (item.kind == PERMUTE and "jfsdp." in item.op_name):
+        if item.kind not in self.kinds and not (item.kind == PERMUTE and "jfsdp." in item.op_name):
             return None
         candidates = self._candidates(item, dims)
         if size <= SCALAR_ELEMENTS:
