@@ -40,8 +40,8 @@ class Engine(abc.ABC):
       layout: the layout of every leaf at every stage.
       mesh: the state's mesh; axes over which some stage is only partly split are split into parts.
       calls: the calls of units in the latest trace of a root, by their names in the trace.
-      scales: by leaf, the scales of the whole matrices that a step sends as codes, [layers]; see `with_scales`. A call
-        that the schedule does not run computes its own.
+      scales: by the names of scales (`scales_of`), [layers], of matrices that have one; see `with_scales`. The schedule
+        passes them to calls among the weights; other calls compute their own.
       writes_order: whether the program determines when each collective starts. Otherwise XLA does, and no gradient may
         wait in the carry of a loop, which would keep unreduced gradients in memory.
     """
@@ -54,11 +54,10 @@ class Engine(abc.ABC):
     writes_order: ClassVar[bool] = False
 
     @abc.abstractmethod
-    def gather(self, pairs: Pairs, shards: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
+    def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """Gather leaves from shards on the device, already cast, to their stored shape; round those with a wire format.
 
-        Args:
-          scales: by leaf, known scales of matrices.
+        `shards` may have known scales of them.
         """
 
     @abc.abstractmethod
@@ -66,8 +65,8 @@ class Engine(abc.ABC):
         """Slice whole leaves of stored shape to their `kept` stage."""
 
     @abc.abstractmethod
-    def regather(self, pairs: Pairs, kept: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
-        """Gather leaves from their `kept` stage to their stored shape; `scales` as for `gather`."""
+    def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
+        """Gather leaves from their `kept` stage to their stored shape, as `gather`."""
 
     @abc.abstractmethod
     def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
@@ -133,8 +132,6 @@ class Engine(abc.ABC):
 
     def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of a gradient's accumulator inside `on_rows`."""
-        if path == METER:
-            return jax.ShapeDtypeStruct((3,), jnp.float32)
         leaf = self.layout.by_path[path]
         return jax.ShapeDtypeStruct(leaf.stored_shape, leaf.stage("grad").dtype)
 
@@ -212,17 +209,11 @@ class Engine(abc.ABC):
         def reduce(grads: Arrays) -> Arrays:
             return _to_source(trained, self.reduce(trained, pad_all(trained, grads)))
 
-        def scales(shards: Arrays) -> Arrays:
-            return {leaf.path: shards[scales_of(leaf.path)] for leaf, _ in pairs if scales_of(leaf.path) in shards}
-
-        def regather(kept: Arrays) -> Arrays:
-            return unpad_all(pairs, self.regather(pairs, kept, scales(kept)))
-
         return Movement(
-            gather=scoped("gather", name, lambda x: unpad_all(pairs, self.to_use(pairs, x, scales(x)))),
+            gather=scoped("gather", name, lambda shards: unpad_all(pairs, self.to_use(pairs, shards))),
             reduce=scoped("reduce", name, reduce),
             keep=None if policy.reshard_after_forward is True else scoped("keep", name, keep),
-            regather=scoped("regather", name, regather),
+            regather=scoped("regather", name, lambda kept: unpad_all(pairs, self.regather(pairs, kept))),
             trainable=frozenset(leaf.path for leaf, _ in trained),
             remat=policy.remat,
         )
@@ -236,35 +227,31 @@ class Engine(abc.ABC):
         """Return shapes and dtypes of gathered weights."""
         return self.layout.full_shapes({leaf.path: sliced for leaf, sliced in self.pairs(shards)})
 
-    def to_use(self, pairs: Pairs, shards: Arrays, scales: Mapping[str, jax.Array] | None = None) -> Arrays:
-        """Copy offloaded shards to the device, cast them, and gather them to their stored shape; round wire formats.
-
-        Args:
-          scales: by leaf, known scales of matrices.
-        """
+    def to_use(self, pairs: Pairs, shards: Arrays) -> Arrays:
+        """Copy offloaded shards to the device, cast them, and gather them to their stored shape; see `gather`."""
         cast = {leaf.path: to_device(shards[leaf.path]).astype(leaf.stage("use").dtype) for leaf, _ in pairs}
         split = [(leaf, sliced) for leaf, sliced in pairs if leaf.stage(leaf.source).axes]
-        moved = self.gather(split, {leaf.path: cast[leaf.path] for leaf, _ in split}, scales or {})
+        moved = self.gather(split, {**shards, **{leaf.path: cast[leaf.path] for leaf, _ in split}})
         whole = [(leaf, sliced) for leaf, sliced in pairs if leaf.path not in moved and leaf.gather_wire]
-        return cast | moved | {x.path: self.rounded(x, n, cast[x.path], scales or {}) for x, n in whole}
+        return cast | moved | {x.path: self.rounded(x, n, cast[x.path], shards) for x, n in whole}
 
     def encode(
-        self, leaf: Leaf, sliced: int, value: jax.Array, scales: Mapping[str, jax.Array]
+        self, leaf: Leaf, sliced: int, value: jax.Array, known: Mapping[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
         """Return the codes of a leaf's shard and the scales, which are those of the whole leaf.
 
         Cost: without known scales of whole matrices, a maximum over devices.
         """
         assert leaf.gather_wire is not None, leaf.path
-        codec, known = leaf.gather_wire.codec, scales.get(leaf.path)
-        if not codec.block and known is None:
-            known = codec.to_scales(self.max_rows(matrix_amax(value, leaf.stacked - sliced)))
-        return codec.encode(value, scales=known)
+        codec, scales = leaf.gather_wire.codec, known.get(scales_of(leaf.path))
+        if not codec.block and scales is None:
+            scales = codec.to_scales(self.max_rows(matrix_amax(value, leaf.stacked - sliced)))
+        return codec.encode(value, scales=scales)
 
-    def rounded(self, leaf: Leaf, sliced: int, value: jax.Array, scales: Mapping[str, jax.Array]) -> jax.Array:
+    def rounded(self, leaf: Leaf, sliced: int, value: jax.Array, known: Mapping[str, jax.Array]) -> jax.Array:
         """Encode and decode a leaf, with a barrier: XLA may remove two conversions that follow each other."""
         assert leaf.gather_wire is not None, leaf.path
-        coded = jax.lax.optimization_barrier(self.encode(leaf, sliced, value, scales))
+        coded = jax.lax.optimization_barrier(self.encode(leaf, sliced, value, known))
         return leaf.gather_wire.codec.decode(*coded, value.dtype)
 
     def measure_weights(self, source: Arrays) -> jax.Array | None:
@@ -301,10 +288,9 @@ class Engine(abc.ABC):
             return self
         with jax.named_scope(SCALES):
             found = [matrix_amax(to_device(source[x.path]).astype(x.stage("use").dtype), x.stacked) for x in wires]
-            largest = self.max_rows(jnp.concatenate([x.ravel() for x in found]))
-            parts = jnp.split(largest, np.cumsum([x.size for x in found])[:-1])
-            pairs = zip(wires, found, parts, strict=True)
-            scales = {x.path: x.gather_wire.codec.to_scales(part.reshape(one.shape)) for x, one, part in pairs}
+            parts = jnp.split(self.max_rows(jnp.hstack([x.ravel() for x in found])), np.cumsum([x.size for x in found]))
+            of = {x.path: part.reshape(one.shape) for x, one, part in zip(wires, found, parts, strict=False)}
+            scales = {scales_of(x.path): x.gather_wire.codec.to_scales(of[x.path]) for x in wires if x.gather_wire}
         return dataclasses.replace(self, scales=scales)
 
     def gather_all(self, source: Arrays) -> Arrays:
@@ -329,10 +315,8 @@ class Engine(abc.ABC):
 
     def put(self, values: Arrays, stage: str) -> Arrays:
         """Bring leaves on the device to the layout and memory of `stage`."""
-        meter = {path: value for path, value in values.items() if path == METER}
-        constrained = self.constrain({path: value for path, value in values.items() if path != METER}, stage)
-        moved = {path: to_memory(value, self.layout.by_path[path], stage) for path, value in constrained.items()}
-        return moved | meter
+        constrained = self.constrain(values, stage)
+        return {path: to_memory(value, self.layout.by_path[path], stage) for path, value in constrained.items()}
 
 
 def matrix_amax(value: jax.Array, layers: int) -> jax.Array:

@@ -88,7 +88,7 @@ class ManualEngine(Engine):
     def _move(
         self,
         when: str,
-        scales: Mapping[str, jax.Array],
+        known: Mapping[str, jax.Array],
         meters: list[jax.Array],
         leaf: Leaf,
         sliced: int,
@@ -97,8 +97,8 @@ class ManualEngine(Engine):
         """Execute the movements of a leaf or a buffer."""
         moves = self._moves.get((leaf.path, when), ())
         if leaf.gather_wire and when in (movements.FORWARD, movements.BACKWARD) and not any(x.wire for x in moves):
-            value = self.rounded(leaf, sliced, value, scales)  # its format is for another level
-        return self._execute(moves, leaf, sliced, value, scales, meters)
+            value = self.rounded(leaf, sliced, value, known)  # its format is for another level
+        return self._execute(moves, leaf, sliced, value, known, meters)
 
     def _execute(
         self,
@@ -106,7 +106,7 @@ class ManualEngine(Engine):
         leaf: Leaf,
         sliced: int,
         value: jax.Array,
-        scales: Mapping[str, jax.Array] | None = None,
+        known: Mapping[str, jax.Array] | None = None,
         meters: list[jax.Array] | None = None,
     ) -> jax.Array:
         for move in moves:
@@ -115,7 +115,7 @@ class ManualEngine(Engine):
             if move.wire is None:
                 value = self._collect(move, value.astype(move.dtype), leaf, sliced)
             elif move.kind == GATHER:
-                codes, own = self.encode(leaf, sliced, value, scales or {})
+                codes, own = self.encode(leaf, sliced, value, known or {})
                 codes = self._collect(move, codes, leaf, sliced)
                 own = self._collect(move, own, leaf, sliced) if move.wire.block else own
                 value = move.wire.codec.decode(codes, own, value.dtype)
@@ -125,12 +125,10 @@ class ManualEngine(Engine):
                 value = self._collect(move, value, leaf, sliced)
         return value
 
-    def _move_all(
-        self, when: str, pairs: Pairs, values: Arrays, scales: Mapping[str, jax.Array] | None = None
-    ) -> Arrays:
+    def _move_all(self, when: str, pairs: Pairs, values: Arrays) -> Arrays:
         """Execute the movements of leaves; those that exchange codes add METER."""
         meters: list[jax.Array] = []
-        moved = move_together(self.layout, pairs, values, functools.partial(self._move, when, scales or {}, meters))
+        moved = move_together(self.layout, pairs, values, functools.partial(self._move, when, values, meters))
         return moved | ({METER: sum(meters, jnp.zeros(3))} if meters else {})
 
     def _collect(self, move: Move, value: jax.Array, leaf: Leaf, sliced: int) -> jax.Array:
@@ -242,18 +240,13 @@ class ManualEngine(Engine):
 
     def sum_shape(self, path: str) -> jax.ShapeDtypeStruct:
         """Return shape and dtype of this device's part of an accumulator."""
-        whole = super().sum_shape(path)
-        if path == METER:
-            return whole
-        leaf = self.layout.by_path[path]
+        leaf, whole = self.layout.by_path[path], super().sum_shape(path)
         parts = self.layout.num_shards(movements.accumulator_axes(leaf, self.deferred))
         shape = [size // parts if dim == leaf.dim else size for dim, size in enumerate(whole.shape)]
         return jax.ShapeDtypeStruct(shape, whole.dtype)
 
     def finished_spec(self, path: str) -> PartitionSpec:
         """Return the spec of a gradient after `finish`: split further where the last sum is a reduce-scatter."""
-        if path == METER:
-            return PartitionSpec()
         leaf = self.layout.by_path[path]
         split = (*movements.accumulator_axes(leaf, self.deferred), *movements.last_axes(leaf, self.deferred))
         return _data_spec(leaf, self.layout.axes_on(self.mesh, split))
@@ -270,7 +263,7 @@ class ManualEngine(Engine):
             outer[METER] = self.sum_rows(grads[METER] + summed.get(METER, 0))
         return outer
 
-    def gather(self, pairs: Pairs, shards: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
+    def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """All-gather leaves along their split dim.
 
         Layout:  [D/axes F] -> [D F]
@@ -278,7 +271,7 @@ class ManualEngine(Engine):
         """
         # The barrier keeps computations on these weights from moving before another unit's gather.
         here = jax.lax.optimization_barrier(shards)
-        return self._move_all(movements.FORWARD, pairs, here, scales)
+        return self._move_all(movements.FORWARD, pairs, here)
 
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
         """Slice whole leaves to their `kept` stage. Moves no data between devices."""
@@ -293,9 +286,9 @@ class ManualEngine(Engine):
         cuts = {leaf.path: functools.partial(cut, leaf, sliced) for leaf, sliced in pairs}
         return {leaf.path: self._by_part(leaf, sliced, cuts[leaf.path], whole[leaf.path]) for leaf, sliced in pairs}
 
-    def regather(self, pairs: Pairs, kept: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
+    def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
         """All-gather leaves from their `kept` stage."""
-        return self._move_all(movements.BACKWARD, pairs, kept, scales)
+        return self._move_all(movements.BACKWARD, pairs, kept)
 
     def reduce_whole(self, pairs: Pairs, grads: Arrays) -> Arrays:
         """Sum whole gradients, of logical shape, over the axes that are not deferred.

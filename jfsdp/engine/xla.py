@@ -10,7 +10,7 @@ docs/log.md has the counts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -42,16 +42,16 @@ class XlaEngine(Engine):
 
         return jax.tree.map(state, super().split_rows(batch, num))
 
-    def gather(self, pairs: Pairs, shards: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
+    def gather(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """All-gather leaves in their dtype in use, or as codes; see [Note: low precision on the wire]."""
-        return self._gather(pairs, shards, None, scales)
+        return self._gather(pairs, shards, None)
 
-    def _gather(self, pairs: Pairs, values: Arrays, stage: str | None, scales: Mapping[str, jax.Array]) -> Arrays:
+    def _gather(self, pairs: Pairs, values: Arrays, stage: str | None) -> Arrays:
         """Gather from a stage; None: from rest."""
         sent: dict[str, Sequence[jax.Array]] = {}
         for leaf, sliced in pairs:
             value = values[leaf.path]
-            sent[leaf.path] = self.encode(leaf, sliced, value, scales) if leaf.gather_wire else (value,)
+            sent[leaf.path] = self.encode(leaf, sliced, value, values) if leaf.gather_wire else (value,)
 
         def constrain(sent: Any, stage: str | None) -> Any:
             return {
@@ -74,11 +74,11 @@ class XlaEngine(Engine):
         """Slice whole leaves to their `kept` stage. Moves no data between devices."""
         return {leaf.path: self._constrain(whole[leaf.path], leaf, "kept", sliced) for leaf, sliced in pairs}
 
-    def regather(self, pairs: Pairs, kept: Arrays, scales: Mapping[str, jax.Array]) -> Arrays:
+    def regather(self, pairs: Pairs, kept: Arrays) -> Arrays:
         """All-gather leaves from their `kept` stage."""
         coded = [(leaf, sliced) for leaf, sliced in pairs if leaf.gather_wire]
         whole = {leaf.path: self._constrain(kept[leaf.path], leaf, "use", sliced) for leaf, sliced in pairs}
-        return whole | self._gather(coded, kept, "kept", scales)
+        return whole | self._gather(coded, kept, "kept")
 
     def reduce(self, pairs: Pairs, grads: Arrays) -> Arrays:
         """Sum gradients over the data axes into the layout of their accumulator.

@@ -55,9 +55,9 @@ def test_a_step_as_it_should_be_passes():
 
 @pytest.mark.proof
 def test_a_wire_in_float32_is_named(monkeypatch):
-    def to_use(self, pairs, shards, scales=None):
+    def to_use(self, pairs, shards):
         split = [(leaf, gone) for leaf, gone in pairs if leaf.stage(leaf.source).axes]
-        whole = shards | self.gather(split, {leaf.path: shards[leaf.path] for leaf, _ in split}, scales or {})
+        whole = shards | self.gather(split, {leaf.path: shards[leaf.path] for leaf, _ in split})
         return {leaf.path: jax.lax.optimization_barrier(whole[leaf.path]).astype("bfloat16") for leaf, _ in pairs}
 
     monkeypatch.setattr(Engine, "to_use", to_use)

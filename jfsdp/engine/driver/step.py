@@ -12,7 +12,6 @@ from jfsdp.engine.driver.weights import Weights
 from jfsdp.engine.engine import Engine
 from jfsdp.engine.unit import Arrays
 from jfsdp.jaxprs import is_literal
-from jfsdp.layout.codec import scales_of
 from jfsdp.layout.units import ROOT
 
 
@@ -76,7 +75,7 @@ class Step:
         """Gather weights of the root, and keep what their policy requires."""
         shards = {name: self.source[name] for name in names}
         movement = self.engine.movement(ROOT, shards)
-        full = movement.gather(self.weights.after(shards, tie) | self._root_scales(names))
+        full = movement.gather(self.weights.after(shards, tie) | self.weights.scales(dict.fromkeys(names, 0)))
         if self.engine.layout.policy(ROOT).reshard_after_forward and movement.keep is not None:
             self.root_kept |= movement.keep(full)
         return full
@@ -87,10 +86,7 @@ class Step:
             return self.gather_root(names, tie)
         kept = {name: self.root_kept[name] for name in names}
         movement = self.engine.movement(ROOT, {name: self.source[name] for name in names})
-        return movement.regather(self.weights.after(kept, tie) | self._root_scales(names))
-
-    def _root_scales(self, names: Sequence[str]) -> Arrays:
-        return {scales_of(name): self.engine.scales[name] for name in names if name in self.engine.scales}
+        return movement.regather(self.weights.after(kept, tie) | self.weights.scales(dict.fromkeys(names, 0)))
 
     def own(self, item: Item) -> dict[str, Any]:
         """Return the variables of the root's weights that an item's backward gathers again, by name."""

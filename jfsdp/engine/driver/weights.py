@@ -75,12 +75,12 @@ class Weights:
         """Gather from shards."""
         values = [(name, sliced, self.source[name]) for name, sliced in call.shards.items()]
         shards = {name: at(value, iteration) if sliced else value for name, sliced, value in values}
-        return self.movement(call).gather(self.after(shards, tie) | self._scales(call, iteration))
+        return self.movement(call).gather(self.after(shards, tie) | self.scales(call.shards, iteration))
 
-    def _scales(self, call: Call, iteration: Any) -> Arrays:
-        """Return the known scales of a call's weights, by the names of scales."""
-        known = [(name, sliced, self.engine.scales.get(name)) for name, sliced in call.shards.items()]
-        return {scales_of(name): at(x, iteration) if sliced else x for name, sliced, x in known if x is not None}
+    def scales(self, shards: Mapping[str, int], iteration: Any = 0) -> Arrays:
+        """Return the known scales of weights; `shards` as in `Call`."""
+        known = [(scales_of(name), sliced) for name, sliced in shards.items() if scales_of(name) in self.engine.scales]
+        return {name: at(x, iteration) if sliced else x for name, sliced in known for x in [self.engine.scales[name]]}
 
     def fetch(self, call: Call, iteration: Any, tie: Any) -> Arrays | None:
         """Start a gather for the forward; return None if nothing is gathered."""
@@ -104,7 +104,7 @@ class Weights:
         kept = self.kept[call]
         if call in self.looped:
             kept = jax.tree.map(lambda x: at(x, iteration), kept)
-        return self.movement(call).regather(self.after(kept, tie) | self._scales(call, iteration))
+        return self.movement(call).regather(self.after(kept, tie) | self.scales(call.shards, iteration))
 
     def after(self, values: Any, tie: Any) -> Any:
         """Return values that depend on `tie`, if the program determines when gathers start."""

@@ -125,8 +125,7 @@ class Gradients:
         return ShardedApply(self.apply.model, made, functools.partial(check_weight, layout)), source
 
     def _sum_shapes(self, apply: ShardedApply, source: Arrays) -> dict[str, jax.ShapeDtypeStruct]:
-        meter = [METER] * (apply.engine.measures_gradients and self.spec.schedule is None)
-        return {path: apply.engine.sum_shape(path) for path in (*trainable(apply.layout, source), *meter)}
+        return {path: apply.engine.sum_shape(path) for path in trainable(apply.layout, source)}
 
     def _sum(self, apply: ShardedApply, source: Arrays, model_state: Arrays, batch: Any, scale: Any) -> Summed:
         """Sum over the microbatches of the local rows, reducing each as the program does."""
@@ -139,13 +138,13 @@ class Gradients:
         def gradients(state: Arrays, rows: Any, sums: Arrays | None) -> Summed:
             loss, after, pull = apply.vjp(loss_fn, source, state, rows)
             if not self.is_scaled:
-                return Summed(engine.put(pull(jnp.asarray(scale, loss.total.dtype), sums), "grad"), loss, after)
+                return Summed(_put(engine, pull(jnp.asarray(scale, loss.total.dtype), sums)), loss, after)
             # Every device must divide by the same number, or reduced gradients could not be multiplied back.
             weight = _as_divisor(engine.sum_rows(loss.weight))
             grads = pull(jnp.asarray(scale / weight, loss.total.dtype), None)
             grads = {path: x if path == METER else x * weight for path, x in grads.items()}
             grads = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
-            return Summed(engine.put(grads, "grad"), loss, after)
+            return Summed(_put(engine, grads), loss, after)
 
         if self.spec.schedule is not None:
             return self._sum_stages(apply, loss_fn, source, model_state, batch, scale)
@@ -154,6 +153,7 @@ class Gradients:
         micro = engine.split_rows(batch, self.config.accumulate)
         first = jax.eval_shape(lambda micro: jax.tree.map(lambda x: x[0], micro), micro)  # keeps weak types
         grads = self._sum_shapes(apply, source)
+        grads |= {METER: jax.ShapeDtypeStruct((3,), jnp.float32)} if engine.measures_gradients else {}
         closed, shapes = jax.make_jaxpr(gradients, return_shape=True)(model_state, first, grads)
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), grads)
 
@@ -163,7 +163,7 @@ class Gradients:
             new = jax.tree.unflatten(jax.tree.structure(shapes), out)
             return new._replace(loss=merge(jnp.add, jnp.maximum, carry.loss, new.loss)), None
 
-        start = Summed(engine.put(zeros, "grad"), _nothing(shapes.loss), model_state)
+        start = Summed(_put(engine, zeros), _nothing(shapes.loss), model_state)
         return jax.lax.scan(body, start, micro)[0]
 
     def _sum_stages(
@@ -190,6 +190,11 @@ class Gradients:
         )
         self.on_calls(found.calls)
         return Summed(engine.put(found.grads, "grad"), found.out, found.state)
+
+
+def _put(engine: Engine, grads: Arrays) -> Arrays:
+    meter = {METER: grads[METER]} if METER in grads else {}
+    return engine.put({path: x for path, x in grads.items() if path != METER}, "grad") | meter
 
 
 @contextlib.contextmanager

@@ -36,18 +36,8 @@ def loss_settings(config: TrainConfig) -> dict[str, Any]:
     """
     from jfsdp.trainer.optimizers import optimizer_settings  # imports JAX, and a script sets XLA's flags before that
 
-    plain = (
-        "param_dtype",
-        "reduce_dtype",
-        "opt_state_dtype",
-        "frozen_dtype",
-        "gather_wire",
-        "reduce_wire",
-        "matmul",
-        "accumulate",
-        "ema",
-        "seed",
-    )
+    plain = ("param_dtype", "reduce_dtype", "opt_state_dtype", "frozen_dtype", "accumulate", "ema", "seed")
+    plain += ("gather_wire", "reduce_wire", "matmul")
     plain += ("learning_rate", "min_learning_rate", "lr_schedule", "max_grad_norm", "skip_nonfinite")
     return {
         "model": config.model or config.factory,
