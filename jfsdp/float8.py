@@ -162,8 +162,8 @@ def _sum_of_rows(x: jax.Array, g: jax.Array, dims: Any, scales: jax.Array, dtype
     mesh = jax.sharding.get_abstract_mesh()
     manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == jax.sharding.AxisType.Manual}
     if any(mesh.shape[name] > 1 and name not in manual for name in axes_of(mesh, ROW_AXES)):
-        at = [[dim + 1 for dim in side] for side in dims]
-        products = jax.lax.dot_general(x, g, (at, ((0,), (0,))), preferred_element_type=_result(dtype))
+        of_x, of_g = ([dim + 1 for dim in side] for side in dims)
+        products = jax.lax.dot_general(x, g, ((of_x, of_g), ((0,), (0,))), preferred_element_type=_result(dtype))
         return jnp.einsum("b...,b->...", products.astype(wide), scales)
 
     def add(total: jax.Array, row: Any) -> tuple[jax.Array, None]:

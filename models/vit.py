@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from .attention import attend
@@ -85,8 +86,7 @@ def _make_norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Module:
 
 
 def _linear(num_in: int, num_out: int, rngs: nnx.Rngs, dot_general: DotGeneral | None = None) -> nnx.Linear:
-    given = {} if dot_general is None else {"dot_general": dot_general}
-    return nnx.Linear(num_in, num_out, kernel_init=_kernel_init, rngs=rngs, **given)
+    return nnx.Linear(num_in, num_out, kernel_init=_kernel_init, rngs=rngs, dot_general=dot_general or lax.dot_general)
 
 
 def _dropout(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Dropout:

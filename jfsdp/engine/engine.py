@@ -252,7 +252,7 @@ class Engine(abc.ABC):
         """Encode and decode a leaf, with a barrier: XLA may remove two conversions that follow each other."""
         assert leaf.gather_wire is not None, leaf.path
         coded = jax.lax.optimization_barrier(self.encode(leaf, sliced, value, known))
-        return leaf.gather_wire.codec.decode(*coded, value.dtype)
+        return leaf.gather_wire.codec.decode(*coded, dtype=value.dtype)
 
     def measure_weights(self, source: Arrays) -> jax.Array | None:
         """Return `Codec.rounding` of all weights with a wire format, summed over devices; None without such weights.

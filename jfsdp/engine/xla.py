@@ -64,7 +64,7 @@ class XlaEngine(Engine):
 
         whole = constrain(jax.lax.optimization_barrier(constrain(sent, stage)), "use")
         return {
-            leaf.path: leaf.gather_wire.codec.decode(*whole[leaf.path], leaf.stage("use").dtype)
+            leaf.path: leaf.gather_wire.codec.decode(*whole[leaf.path], dtype=leaf.stage("use").dtype)
             if leaf.gather_wire
             else whole[leaf.path][0]
             for leaf, _ in pairs

@@ -89,11 +89,6 @@ class Leaf:
     gather_wire: Wire | None = None
     reduce_wire: Wire | None = None
 
-    @property
-    def blocks(self) -> list[Wire]:
-        """Its wire formats with scales of blocks."""
-        return [wire for wire in (self.gather_wire, self.reduce_wire) if wire and wire.block]
-
     def stage(self, name: str) -> Stage:
         stage = dict(self.stages)[name]
         if stage is None:

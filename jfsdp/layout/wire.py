@@ -100,7 +100,7 @@ def num_inside(sizes: Mapping[str, int], axes: Sequence[str], between: int | Non
       ValueError: if `between` does not divide an axis into groups.
     """
     stride, inside = 1, 1
-    for axis in reversed(sizes):
+    for axis in reversed([*sizes]):
         size = sizes[axis]
         part = min(size, max(1, (between or 1) // stride))
         if between and stride < between and (between % stride or size % part):

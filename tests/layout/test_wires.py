@@ -43,6 +43,7 @@ def shard(gather=None, reduce=None, *, mesh=None, dim=32, units=(Block,), param_
 )
 def test_a_format_is_a_dtype_or_short_text(text, fields):
     wire = as_wire("gather_wire", text)
+    assert wire is not None
     assert (wire.dtype, wire.block, wire.scale, wire.between) == fields
 
 
@@ -164,7 +165,7 @@ def test_formats_that_do_not_fit_are_refused(row):
 
 def test_program_xla_has_no_formats_of_gradients_and_no_levels():
     for options in ({"reduce": "int8:32"}, {"gather": "float8@4"}):
-        model = shard(**options)
+        model = shard(options.get("gather"), options.get("reduce"))
         (need,) = check_needs(model.layout, model.train_step(token_loss, optax.sgd(0.1)).config)
         assert need.startswith(f"{next(iter(options))}_wire=")
 

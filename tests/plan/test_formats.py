@@ -17,6 +17,7 @@ def compiled(is_float8=True):
     task, policy = programs.job(), jfsdp.MixedPrecisionPolicy("bfloat16")
     if is_float8:
         policy = dataclasses.replace(policy, gather_wire=GATHER, reduce_wire=REDUCE)
+        assert task.with_dot_general is not None
         task = dataclasses.replace(task, model=task.with_dot_general(task.model, jfsdp.float8_dot_general))
     model = jfsdp.fully_shard(task.model, mesh=programs.build().mesh, units=task.units, mp_policy=policy, remat="full")
     step, given, program = programs.compile_with_step(model, task.loss, task.batch(8, programs.SEQ_LEN))

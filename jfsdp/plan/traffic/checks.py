@@ -364,8 +364,9 @@ def _is_sum(kind: str, is_of_matrices: bool = False) -> bool:
 
 def _is_of_scales(leaf: Leaf, part: Part) -> bool:
     """Return whether an array has the scales of a leaf's blocks, by its dtype and its number of elements."""
-    is_few = [part.elements * wire.block <= part.collective.count * math.prod(leaf.cut_shape) for wire in leaf.blocks]
-    return part.dtype == hlo_dtype(SCALE_DTYPE) and any(is_few)
+    blocks = [wire.codec.block for wire in (leaf.gather_wire, leaf.reduce_wire) if wire and wire.block]
+    most = part.collective.count * math.prod(leaf.cut_shape)
+    return part.dtype == hlo_dtype(SCALE_DTYPE) and any(part.elements * block <= most for block in blocks)
 
 
 def _form(leaf: Leaf) -> tuple[int, ...]:
