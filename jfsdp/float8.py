@@ -46,8 +46,8 @@ def float8_dot_general(
     """Multiply activations by a weight in float8: `jax.lax.dot_general` for the argument `dot_general=` of Flax layers.
 
     Products with dims that 16 does not divide, with batch dims, or with integers are computed by
-    `jax.lax.dot_general`; `jfsdp explain --matmul float8` lists them. Without tokens (`lhs` [B D]), or if 16 does not
-    divide their number on a device, the gradient of the weight is a product in the dtype of `lhs`.
+    `jax.lax.dot_general`; `jfsdp explain --matmul float8` lists them. Without a dim of tokens (`lhs` [B D]) the
+    gradient of the weight is a product in the dtype of `lhs`.
 
     Layout:  lhs [B T D], rhs [D F] -> [B T F]; dim 0 of `lhs` is the rows of the batch.
     Dtype:   operands float8_e4m3fn, gradients of the result float8_e5m2; result `preferred_element_type`, default that
@@ -137,6 +137,7 @@ def _backward(how: _Product, residuals: Any, grad: jax.Array) -> tuple[jax.Array
         if not _sums_rows(how.dims, x.shape):
             dw = jax.lax.dot_general(x, grad, ((tokens, range(len(tokens))), ((), ())))
         else:
+            x, g = _padded(x, tokens[-1]), _padded(g, len(tokens) - 1)
             contract = [dim - 1 for dim in tokens[1:]], [*range(len(tokens) - 1)]
             dw = _sum_of_rows(x, g, contract, x_scale * g_scale, how.dtype)
     return dx, jnp.transpose(dw, _inverse(order)).astype(how.of_rhs)
@@ -146,9 +147,13 @@ _product.defvjp(_forward, _backward)
 
 
 def _sums_rows(dims: Dims, shape: tuple[int, ...]) -> bool:
-    """Return whether the gradient of a weight is in float8: rows have tokens, in a multiple of 16."""
-    num_tokens = math.prod(size for dim, size in enumerate(shape) if dim not in dims[0]) // shape[0]
-    return num_tokens > 1 and num_tokens % MULTIPLE == 0
+    """Return whether the gradient of a weight is in float8: rows have a dim of tokens."""
+    return len(shape) - len(dims[0]) > 1
+
+
+def _padded(x: jax.Array, dim: int) -> jax.Array:
+    """Pad a dim with zeros to a multiple of 16."""
+    return jnp.pad(x, [(0, -size % MULTIPLE if place == dim else 0) for place, size in enumerate(x.shape)])
 
 
 def _sum_of_rows(x: jax.Array, g: jax.Array, dims: Any, scales: jax.Array, dtype: str) -> jax.Array:

@@ -22,7 +22,7 @@ from jfsdp.layout.units import ROOT
 
 SCOPE = "jfsdp"
 SCALES = f"{SCOPE}.scales"  # the scope of the maxima of a step's matrices
-METER = "rounding"  # among gradients by name: not a gradient, see `measures_gradients`
+METER = "<rounding>"  # among gradients by name, and no name of a parameter: see `measures_gradients`
 UNIT_CALL = "jfsdp_unit_"  # prefix of the names of units' calls in a trace
 Pull = Callable[[jax.Array, Arrays | None], Arrays]
 Pairs = Sequence[tuple[Leaf, int]]  # each leaf with the number of layer dims that scans have removed

@@ -17,7 +17,7 @@ from jfsdp.layout.flat import storage_form
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import DEVICE, HOST, PER_PARAMETER, Cut, Leaf, Stage
 from jfsdp.layout.mesh import PIPE, axis_sizes
-from jfsdp.layout.placements import Choice, LeafRules, choose_added, choose_own, find_placements
+from jfsdp.layout.placements import ADAPTER_PART, Choice, LeafRules, choose_added, choose_own, find_placements
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, is_inexact, item_bytes, sum_dtype
 from jfsdp.layout.split_dim import DimChoice, choose_dim
@@ -150,7 +150,7 @@ def _wires(
     path: str, shape: tuple[int, ...], use: str, unit: UnitInfo, policy: MixedPrecisionPolicy, choice: Choice
 ) -> tuple[Wire | None, Wire | None]:
     """Return the wire formats of a leaf's gathers and of its gradient: those of its unit, for matrices."""
-    if choice.is_ignored or choice.is_scales or len(shape) - unit.stacked < 2:
+    if choice.is_ignored or choice.is_scales or choice.placed == ADAPTER_PART or len(shape) - unit.stacked < 2:
         return None, None
     if policy.gather_wire and choice.coded:
         raise ValueError(
@@ -158,7 +158,8 @@ def _wires(
             f"{policy.gather_wire.dtype!r} does not apply; remove gather_wire from its unit {unit.name!r} (per_unit), "
             "or leave it out of jfsdp.quantize"
         )
-    return (policy.gather_wire, policy.reduce_wire) if is_float(use) else (None, None)
+    gather, reduce = (wire and wire.of_rows(shape[-1]) for wire in (policy.gather_wire, policy.reduce_wire))
+    return (gather, reduce) if is_float(use) else (None, None)
 
 
 def _num_shards(stages: Mapping[str, Stage | None], sizes: Mapping[str, int]) -> int:

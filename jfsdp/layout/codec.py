@@ -41,7 +41,7 @@ class Codec:
       block: elements that share a scale; 0: all elements of a matrix.
       levels: values of the codes, in units of the scale; (): the codes are numbers.
       scale: AMAX: scales are the largest absolute values. POWER_OF_TWO: the smallest powers of two with which all
-        elements are in the range of the codes; a decoded value then has the same code again.
+        elements are in the range of the codes; a decoded value is then decoded to itself again.
       scale_dtype: the dtype of the scales.
       dtype: the dtype of the codes at rest and in collectives.
       top: the largest code.
@@ -136,7 +136,7 @@ class Codec:
         wide, found = values.astype(jnp.float32), self.decode(codes, scales, jnp.float32)
         blocks = self._blocks(wide, jnp)
         largest = self._spread(scales, blocks) * (self.top / self._steps * (1 + 2.0**-8))  # scales are rounded
-        exceeds = jnp.sum(~(jnp.abs(blocks) <= largest))
+        exceeds = jnp.sum(~((jnp.abs(blocks) <= largest) & jnp.isfinite(blocks)))
         return jnp.stack([jnp.sum(jnp.square(found - wide)), jnp.sum(jnp.square(wide)), exceeds.astype(jnp.float32)])
 
 

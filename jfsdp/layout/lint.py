@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 
 from jfsdp.layout.layout import Layout, num_parameters
+from jfsdp.layout.leaf import Leaf
 from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, ROW_AXES
 from jfsdp.layout.precision import item_bytes
-from jfsdp.layout.report import padding_elements
+from jfsdp.layout.report import describe_mesh, padding_elements
 from jfsdp.layout.units import ROOT
+from jfsdp.layout.wire import Wire
 
 PADDING_SHARE = 0.01
 REPEATED_SHARE = 0.01
@@ -123,15 +125,19 @@ def _repeated(layout: Layout) -> str | None:
 
 def _unsent(layout: Layout) -> str | None:
     """Warn about wire formats in which nothing is sent."""
-    if not layout.data_axes:
-        return None
-    wired = [leaf for leaf in layout.leaves if leaf.gather_wire]
-    if not wired or any(layout.num_shards(leaf.stage(leaf.source).axes) > 1 for leaf in wired):
-        return None
-    return (
-        f"gather_wire={wired[0].gather_wire.dtype!r} only rounds {wired[0].path} and {len(wired) - 1} more: strategy "  # type: ignore[union-attr]
-        f"{layout.strategy.name!r} gathers no weights; use full_shard, or remove the format"
-    )
+    for field, effect in (("gather_wire", "only rounds weights"), ("reduce_wire", "has no effect")):
+        wired = [(leaf, getattr(leaf, field)) for leaf in layout.leaves if getattr(leaf, field)]
+
+        def sends(leaf: Leaf, wire: Wire, of_weights: bool = field == "gather_wire") -> bool:
+            axes = leaf.stage(leaf.source).axes if of_weights else layout.data_axes
+            return layout.num_shards(axes) > layout.num_inside(axes, wire.between)
+
+        if wired and layout.data_axes and not any(sends(*pair) for pair in wired):
+            return (
+                f"{field}={str(wired[0][1])!r} {effect} ({wired[0][0].path} and {len(wired) - 1} more): "
+                f"{describe_mesh(layout)} sends nothing in this format; remove it, or use full_shard over more devices"
+            )
+    return None
 
 
 def _padded(layout: Layout) -> str | None:

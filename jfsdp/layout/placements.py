@@ -183,7 +183,7 @@ class Choice:
         return self.frozen == _BY_CODEC
 
 
-_BY_CODEC = "quantized"
+_BY_CODEC, ADAPTER_PART = "quantized", "an adapter's part"
 _IGNORED = Strategy("ignored", Split.WHOLE, Split.WHOLE, Split.WHOLE)
 
 
@@ -196,7 +196,7 @@ def choose_added(
         placed = get_strategy(one.placement, sizes)
         for part in one.leaves:
             cuts = part_cuts(one, part, own[one.path].cuts)
-            choices[one.name(part)] = Choice(placed, None, None, "an adapter's part", cuts)
+            choices[one.name(part)] = Choice(placed, None, None, ADAPTER_PART, cuts)
     for path, codec in codecs.items():
         if own[path].frozen is None:
             raise ValueError(

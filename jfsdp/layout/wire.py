@@ -33,9 +33,9 @@ class Wire:
     Attributes:
       dtype: "float8" (e4m3fn) or "int8".
       block: the number of elements of the last dim that share a scale; 0: one scale for a matrix (of each layer). None:
-        0 in float8, 256 in int8.
+        0 in float8, 256 in int8. A shorter last dim is one block.
       scale: "power_of_two", or "bfloat16": the largest absolute value; None: "power_of_two" in float8, "bfloat16" in
-        int8. With powers of two, what was decoded has the same codes again.
+        int8. With powers of two, a decoded value is encoded and decoded to itself.
       between: only between groups of this many neighbouring devices; inside a group values are sent in the dtype in
         use. "node": the devices of a host. None: between all devices.
     """
@@ -57,8 +57,14 @@ class Wire:
             raise ValueError(f"Wire: scale {self.scale!r} is not one of {', '.join(_SCALES)}")
         if self.block is None:
             object.__setattr__(self, "block", 256 if dtype == "int8" else 0)
+        if dtype == "int8" and not self.block:
+            raise ValueError("Wire: int8 with one scale for a matrix (block=0) is too coarse; pass block=256")
         if not (self.between in (None, NODE) or (isinstance(self.between, int) and self.between > 0)):
             raise ValueError(f"Wire: between={self.between!r} is not None, {NODE!r} or a number of devices")
+
+    def of_rows(self, size: int) -> Wire:
+        """Return the format for a matrix whose last dim has this size: a shorter dim than a block is one block."""
+        return dataclasses.replace(self, block=min(self.block, size)) if self.block else self
 
     @property
     def codec(self) -> Codec:

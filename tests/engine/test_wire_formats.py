@@ -65,7 +65,14 @@ class Reference:
 
 
 def tower(rngs):
-    return Tower(rngs, dim=DIM, num_layers=LAYERS)
+    return uneven(Tower(rngs, dim=DIM, num_layers=LAYERS), "blocks")
+
+
+def uneven(model, name):
+    """Give the rows of a kernel very different sizes, so that every shard would have a scale of its own."""
+    kernel = getattr(model, name).up.kernel
+    kernel[...] *= np.exp2(-(np.arange(DIM) // 4))[:, None].astype(np.float32)
+    return model
 
 
 def flat(tree):
@@ -215,7 +222,7 @@ def test_reductions_equal_the_sum_of_the_same_rounded_gradients(
         expected = (summed(stacked, how, between) if is_coded else stacked.sum((0, 1, 2))) / batch["weights"].sum()
         distance = distances(found, {path: expected})[path]
         differing = distance > 1e-6  # a value in the middle between two codes may have either
-        assert differing.mean() < (0.005 if is_coded else 0) or not differing.any(), path
+        assert differing.mean() < (0.01 if is_coded else 0) or not differing.any(), path
         assert distance.max() < 1.5 / 127, path
 
 
@@ -246,7 +253,7 @@ def test_five_steps_differ_from_one_device_by_few_codes(reference):
         for name in ("up", "down"):
             path = f"blocks.{name}.kernel"
             rounded = round_float8(np.asarray(weights[path]), (-2, -1))
-            assert (rounded != expected[path]).mean() < 1e-3
+            assert (rounded != expected[path]).mean() < 0.02
 
 
 def test_evaluation_uses_the_rounded_weights(reference):
@@ -260,6 +267,7 @@ class Outer(nnx.Module):
 
     def __init__(self, rngs):
         self.inner, self.linear = Block(DIM, rngs), nnx.Linear(DIM, DIM, rngs=rngs)
+        uneven(self, "inner")
 
     def __call__(self, x):
         return self.inner(self.linear(self.inner(x)))
@@ -268,9 +276,10 @@ class Outer(nnx.Module):
 class Nested(nnx.Module):
     def __init__(self, rngs):
         self.embed, self.outer = nnx.Embed(37, DIM, rngs=rngs), Outer(rngs)
+        self.head = nnx.Linear(DIM, 37, rngs=rngs)
 
     def __call__(self, tokens):
-        return self.outer(self.embed(tokens))
+        return self.head(self.outer(self.embed(tokens)))
 
 
 def test_calls_outside_the_schedule_are_rounded_alike():

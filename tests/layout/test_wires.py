@@ -56,6 +56,14 @@ def test_matrices_of_units_have_the_format_and_the_root_only_by_request():
     assert {leaf.path for leaf in layout.leaves if leaf.gather_wire} == {"embed.embedding", "head.kernel"}
 
 
+def test_adapters_have_no_format_and_a_short_last_dim_is_one_block():
+    layout = shard("int8:64", lora=jfsdp.LoRA(rank=4, alpha=8, targets=["**.up.kernel"])).layout
+    formats = {leaf.path: (leaf.gather_wire, leaf.reduce_wire) for leaf in layout.leaves if leaf.unit}
+    assert formats["blocks.up.kernel.lora_a"] == formats["blocks.up.kernel.lora_b"] == (None, None)
+    assert formats["blocks.up.kernel"] == (Wire("int8", 64), None)
+    assert formats["blocks.down.kernel"] == (Wire("int8", 32), None)
+
+
 def test_a_frozen_matrix_has_no_format_of_gradients():
     layout = shard("float8", "int8:32", frozen="**.up.kernel").layout
     assert {leaf.path for leaf in layout.leaves if leaf.gather_wire} == MATRICES
@@ -137,7 +145,8 @@ REFUSED = [
     (lambda: jfsdp.MixedPrecisionPolicy(gather_wire="int9"), "gather_wire", "int9"),
     (lambda: jfsdp.MixedPrecisionPolicy(reduce_wire="float8"), "reduce_wire", "block=256"),
     (lambda: jfsdp.MixedPrecisionPolicy("bfloat16", "float32", reduce_wire="int8"), "reduce_wire", "reduce_dtype"),
-    (lambda: shard("int8"), "blocks.down.kernel", "dim 2", "32", "256", "block=32", "gather_wire"),
+    (lambda: shard("int8", dim=96), "blocks.up.kernel", "dim 2", "384", "256", "block=128", "gather_wire"),
+    (lambda: Wire("int8", block=0), "int8", "block=0", "block=256"),
     (lambda: shard(reduce="int8:24"), "blocks.down.kernel", "dim 2", "32", "24", "block=8", "reduce_wire"),
     (
         lambda: shard("int8:32", shard_dim=lambda path, shape: -1 if "up" in path else None, mesh={"fsdp": 8}),
@@ -164,7 +173,7 @@ def test_formats_that_do_not_fit_are_refused(row):
 
 
 def test_program_xla_has_no_formats_of_gradients_and_no_levels():
-    for options in ({"reduce": "int8:32"}, {"gather": "float8@4"}):
+    for options in ({"reduce": "int8:32"}, {"gather": "float8@2"}):
         model = shard(options.get("gather"), options.get("reduce"))
         (need,) = check_needs(model.layout, model.train_step(token_loss, optax.sgd(0.1)).config)
         assert need.startswith(f"{next(iter(options))}_wire=")

@@ -79,13 +79,16 @@ class Gradients:
         Memory:  reduced every microbatch: an accumulator in the layout of stage `grad`. Once: a whole gradient per
                  device.
         """
+        early = {*self.spec.gathered, *self.apply.layout.kept_in_pipeline}  # rounded before the loss
+        rounded = {path: x for path, x in source.items() if self.apply.layout.by_path[path].unit in early}
+        before = self.apply.engine.measure_weights(rounded)
         apply, source = self.program_on(source)
         engine = apply.engine
 
         def on_rows(source: Arrays, model_state: Arrays, batch: Any, scale: jax.Array) -> Summed:
             coding = engine.with_scales(source)
             own = ShardedApply(apply.model, coding, functools.partial(check_weight, apply.layout))
-            measured = coding.measure_weights(source)
+            measured = coding.measure_weights({path: x for path, x in source.items() if path not in rounded})
             grads, loss, after, _ = self._sum(own, source, engine.own_state(model_state), batch, scale)
             loss = merge(engine.sum_rows, engine.max_rows, loss)
             grads = engine.finish(grads, _as_divisor(loss.weight) if self.is_scaled else None)
@@ -98,6 +101,8 @@ class Gradients:
         specs = Summed(grad_specs, whole, whole, whole)
         with explain_axis_errors(engine.mesh):
             sums = engine.on_rows(on_rows, (source, model_state, batch, jnp.asarray(scale, jnp.float32)), specs)
+        if before is not None:
+            sums.rounding["gather"] = sums.rounding.get("gather", 0.0) + before
         # A dim that is cut and split is returned as two dims; see [Note: cuts in a shard_map] in engine/manual.py.
         stored = {path: x.reshape(engine.layout.by_path[path].stored_shape) for path, x in sums.grads.items()}
         return sums._replace(grads=stored)
