@@ -63,7 +63,7 @@ def _residual_init(config: GPT2Config) -> Any:
     return nn.initializers.normal(_INIT_STD * (2 * config.num_layers) ** -0.5)
 
 
-def _dense(features: int, init: Any, name: str, dot_general: DotGeneral | None) -> nn.Dense:
+def _dense(features: int, init: Any, name: str, dot_general: DotGeneral) -> nn.Dense:
     return nn.Dense(features, kernel_init=init, name=name, dot_general=dot_general)
 
 
@@ -71,7 +71,7 @@ class QKV(nn.Module):
     """Projection to queries, keys and values with one kernel; see `fused_heads`."""
 
     config: GPT2Config
-    dot_general: DotGeneral | None = None
+    dot_general: DotGeneral = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> list[jax.Array]:
@@ -86,7 +86,7 @@ class Attention(nn.Module):
 
     config: GPT2Config
     context: Context = WHOLE
-    dot_general: DotGeneral | None = None
+    dot_general: DotGeneral = None
 
     @nn.compact
     def __call__(self, x: jax.Array, documents: Any, deterministic: bool, cache: Cache | None = None) -> Any:
@@ -121,7 +121,7 @@ class MLP(nn.Module):
     """`c_proj(gelu(c_fc(x)))`, with width 4D inside."""
 
     config: GPT2Config
-    dot_general: DotGeneral | None = None
+    dot_general: DotGeneral = None
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -148,7 +148,7 @@ class Block(nn.Module):
 
     config: GPT2Config
     context: Context = WHOLE
-    dot_general: DotGeneral | None = None
+    dot_general: DotGeneral = None
 
     @nn.compact
     def __call__(self, x: jax.Array, documents: Any, deterministic: bool, cache: Cache | None = None) -> Any:
@@ -172,7 +172,7 @@ class GPT2(nn.Module):
 
     config: GPT2Config
     context: Context = WHOLE
-    dot_general: DotGeneral | None = None
+    dot_general: DotGeneral = None
 
     @nn.compact
     def __call__(

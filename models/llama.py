@@ -149,7 +149,7 @@ class Linear(nnx.Module):
         rngs: nnx.Rngs,
         use_bias: bool = False,
         gain: float = 1.0,
-        dot_general: DotGeneral | None = None,
+        dot_general: DotGeneral = None,
     ):
         self.dot_general = dot_general
         init = nnx.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal")
@@ -191,12 +191,7 @@ class Attention(nnx.Module):
     """Causal attention with `num_kv_heads` key and value heads, which groups of query heads share."""
 
     def __init__(
-        self,
-        config: LlamaConfig,
-        *,
-        rngs: nnx.Rngs,
-        context: Context = WHOLE,
-        dot_general: DotGeneral | None = None,
+        self, config: LlamaConfig, *, rngs: nnx.Rngs, context: Context = WHOLE, dot_general: DotGeneral = None
     ):
         self.config, self.context = config, context
         query_dim, kv_dim = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
@@ -254,7 +249,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
-    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral | None = None):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral = None):
         linear = partial(Linear, rngs=rngs, dot_general=dot_general)
         self.gate_proj = linear(config.dim, config.ffn_dim)
         self.up_proj = linear(config.dim, config.ffn_dim)
@@ -275,12 +270,7 @@ class DecoderLayer(nnx.Module):
     """A layer: adds attention, then the MLP, to the residual stream. The unit for sharding."""
 
     def __init__(
-        self,
-        config: LlamaConfig,
-        *,
-        rngs: nnx.Rngs,
-        context: Context = WHOLE,
-        dot_general: DotGeneral | None = None,
+        self, config: LlamaConfig, *, rngs: nnx.Rngs, context: Context = WHOLE, dot_general: DotGeneral = None
     ):
         self.config = config
         self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
@@ -313,13 +303,7 @@ class Llama(nnx.Module):
     layers' projections, in place of `jax.lax.dot_general`.
     """
 
-    def __init__(
-        self,
-        config: LlamaConfig,
-        rngs: nnx.Rngs,
-        context: Context = WHOLE,
-        dot_general: DotGeneral | None = None,
-    ):
+    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, context: Context = WHOLE, dot_general: DotGeneral = None):
         self.config, self.context = config, context
         self.embed = Embedding(config.vocab_size, config.dim, rngs=rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)

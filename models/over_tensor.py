@@ -127,10 +127,10 @@ def over_tensor(x: jax.Array, dim: int, what: str = "of a value") -> jax.Array:
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*entries))
 
 
-DotGeneral = Callable[..., jax.Array]
+DotGeneral = Callable[..., jax.Array] | None  # None: jax.lax.dot_general
 
 
-def multiply(x: jax.Array, kernel: jax.Array, dot_general: DotGeneral | None) -> jax.Array:
+def multiply(x: jax.Array, kernel: jax.Array, dot_general: DotGeneral) -> jax.Array:
     """Multiply by a kernel with `dot_general`, or as `jnp.einsum`. Layout: [.. D], [D ...] -> [.. ...]."""
     if dot_general is None:
         return jnp.tensordot(x, kernel, 1) if kernel.ndim > 2 else x @ kernel
@@ -138,7 +138,7 @@ def multiply(x: jax.Array, kernel: jax.Array, dot_general: DotGeneral | None) ->
 
 
 def fused_heads(
-    x: jax.Array, kernel: jax.Array, bias: jax.Array, num_heads: int, dot_general: DotGeneral | None = None
+    x: jax.Array, kernel: jax.Array, bias: jax.Array, num_heads: int, dot_general: DotGeneral = None
 ) -> list[jax.Array]:
     """Project to queries, keys and values with one kernel that concatenates them, each with its heads in order.
 

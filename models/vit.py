@@ -85,7 +85,7 @@ def _make_norm(config: ViTConfig, rngs: nnx.Rngs) -> nnx.Module:
     return LayerNorm(config.dim, eps=config.norm_eps)
 
 
-def _linear(num_in: int, num_out: int, rngs: nnx.Rngs, dot_general: DotGeneral | None = None) -> nnx.Linear:
+def _linear(num_in: int, num_out: int, rngs: nnx.Rngs, dot_general: DotGeneral = None) -> nnx.Linear:
     return nnx.Linear(num_in, num_out, kernel_init=_kernel_init, rngs=rngs, dot_general=dot_general or lax.dot_general)
 
 
@@ -123,7 +123,7 @@ class PatchEmbed(nnx.Module):
 class Attention(nnx.Module):
     """Attention of every token to every token."""
 
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral | None = None):
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral = None):
         self.config, self.dot_general = config, dot_general
         self.qkv = _linear(config.dim, 3 * config.dim, rngs, dot_general)
         self.out = _linear(config.dim, config.dim, rngs, dot_general)
@@ -140,7 +140,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """`down(gelu(up(x)))`, with the exact GELU."""
 
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral | None = None):
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral = None):
         self.up = _linear(config.dim, config.ffn_dim, rngs, dot_general)
         self.down = _linear(config.ffn_dim, config.dim, rngs, dot_general)
 
@@ -151,7 +151,7 @@ class MLP(nnx.Module):
 class EncoderBlock(nnx.Module):
     """A block: adds attention, then the MLP, to the residual stream. The unit for sharding."""
 
-    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral | None = None):
+    def __init__(self, config: ViTConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral = None):
         self.norm1 = _make_norm(config, rngs)
         self.attn = Attention(config, rngs=rngs, dot_general=dot_general)
         self.norm2 = _make_norm(config, rngs)
@@ -171,7 +171,7 @@ class ViT(nnx.Module):
     the same seed, stacked and unstacked models have the same weights.
     """
 
-    def __init__(self, config: ViTConfig, rngs: nnx.Rngs, dot_general: DotGeneral | None = None):
+    def __init__(self, config: ViTConfig, rngs: nnx.Rngs, dot_general: DotGeneral = None):
         self.config = config
         self.embed = PatchEmbed(config, rngs=rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)

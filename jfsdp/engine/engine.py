@@ -265,13 +265,9 @@ class Engine(abc.ABC):
             value = to_device(source[leaf.path]).astype(leaf.stage("use").dtype)
             coded = self.encode(leaf, 0, value, self.scales)
             assert leaf.gather_wire is not None
-            found += leaf.gather_wire.codec.rounding(value, *coded) * self.share(leaf)
+            share = self.layout.num_parts(leaf.stage(leaf.source)) / self.layout.num_shards(self.layout.data_axes)
+            found += leaf.gather_wire.codec.rounding(value, *coded) * (share if self.writes_order else 1.0)
         return self.sum_rows(found) if wires else None
-
-    def share(self, leaf: Leaf) -> float:
-        """Return the share of a device in a sum over all devices of the program, of a leaf at rest."""
-        del leaf
-        return 1.0
 
     @property
     def measures_gradients(self) -> bool:

@@ -81,10 +81,6 @@ class ManualEngine(Engine):
                 found.setdefault((leaf.path, move.when), []).append(move)
         return found
 
-    def share(self, leaf: Leaf) -> float:
-        """Return the part of a leaf that a device has, over the number of devices that have the same part."""
-        return self.layout.num_parts(leaf.stage(leaf.source)) / self.layout.num_shards(self.layout.data_axes)
-
     def _move(
         self,
         when: str,

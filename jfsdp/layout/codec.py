@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -145,8 +146,8 @@ def power_of_two(amax: Any, top: float, xp: Any = jnp) -> Any:
 
     It is not finite if `amax` is not.
     """
-    mantissa, exponent = xp.frexp(amax.astype(np.float32) / np.float32(top))
-    power = xp.ldexp(xp.ones_like(mantissa), xp.clip(exponent - (mantissa == 0.5), -126, 127))
+    (mantissa, exponent), (of_top, top_exponent) = xp.frexp(amax.astype(np.float32)), math.frexp(top)
+    power = xp.ldexp(xp.ones_like(mantissa), xp.clip(exponent - top_exponent + (mantissa > of_top), -126, 127))
     return xp.where(amax == 0, 1, xp.where(xp.isfinite(amax), power, amax)).astype(np.float32)
 
 

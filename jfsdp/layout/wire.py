@@ -22,7 +22,7 @@ from jfsdp.layout.codec import AMAX, POWER_OF_TWO, Codec
 from jfsdp.layout.strategy import NODE
 
 _SCALES = (POWER_OF_TWO, AMAX)
-_DTYPES = {"float8": "float8_e4m3fn", "float8_e4m3fn": "float8_e4m3fn", "int8": "int8"}
+_DTYPES = dict.fromkeys(("float8", "fp8", "float8_e4m3", "float8_e4m3fn"), "float8_e4m3fn") | {"int8": "int8"}
 
 
 @checked
@@ -37,7 +37,8 @@ class Wire:
       scale: "power_of_two", or "bfloat16": the largest absolute value; None: "power_of_two" in float8, "bfloat16" in
         int8. With powers of two, a decoded value is encoded and decoded to itself.
       between: only between groups of this many neighbouring devices; inside a group values are sent in the dtype in
-        use. "node": the devices of a host. None: between all devices.
+        use. "node": the devices of a host. None: between all devices. Weights that a step gathers once, before its
+        first microbatch, are sent in this format between all devices.
     """
 
     dtype: Any = "float8"
