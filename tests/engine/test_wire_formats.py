@@ -112,24 +112,29 @@ def one_batch():
 CUT = {"cuts": {"**.up.kernel": (1, "tensor"), "**.down.kernel": (0, "tensor")}}
 GATHERS = [
     ({"fsdp": 1}, "full_shard", "float8", {}, {}),
-    ({"fsdp": 1}, "full_shard", "int8:32", {}, {"accumulate": 2}),
     ({"fsdp": 8}, "full_shard", "float8", {}, {"program": "xla"}),
     ({"fsdp": 3}, "full_shard", "float8", {}, {}),
-    ({"fsdp": 4}, "full_shard", "int8:32", {}, {"program": "xla", "accumulate": 2}),
     ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32", {}, {"accumulate": 2}),
-    ({"replica": 2, "fsdp": 4}, "full_shard", "float8", {"opt_over": ("replica", "fsdp")}, {}),
     ({"fsdp": 8}, "full_shard", "float8@2", {}, {}),
-    ({"fsdp": 8}, "full_shard", "int8:32@4", {"reshard_after_forward": 2}, {"prefetch": 2}),
     ({"fsdp": 8}, "full_shard", "float8", {"reshard_after_forward": 4}, {}),
-    ({"fsdp": 8}, "full_shard", "float8@8", {}, {}),
-    ({"fsdp": 4}, "full_shard", "float8", {"reshard_after_forward": False}, {"accumulate": 2}),
     ({"fsdp": 4}, "zero1", "float8", {}, {"accumulate": 2}),
-    ({"fsdp": 4}, "zero2", "int8:32", {}, {}),
-    ({"fsdp": 4}, "ddp", "float8", {}, {}),
-    ({"fsdp": 2, "tensor": 2}, "full_shard", "float8", CUT, {}),
     ({"fsdp": 2, "tensor": 2}, "full_shard", "int8:32", CUT, {"accumulate": 2}),
-    ({"fsdp": 2, "pipe": 2}, "full_shard", "float8", {}, {"accumulate": 2}),
     ({"fsdp": 2, "pipe": 2}, "full_shard", "int8:32", {"reshard_after_forward": 1}, {"accumulate": 2}),
+]
+GATHERS += [  # in the proofs
+    pytest.param(*row, marks=pytest.mark.proof)
+    for row in [
+        ({"fsdp": 1}, "full_shard", "int8:32", {}, {"accumulate": 2}),
+        ({"fsdp": 4}, "full_shard", "int8:32", {}, {"program": "xla", "accumulate": 2}),
+        ({"replica": 2, "fsdp": 4}, "full_shard", "float8", {"opt_over": ("replica", "fsdp")}, {}),
+        ({"fsdp": 8}, "full_shard", "int8:32@4", {"reshard_after_forward": 2}, {"prefetch": 2}),
+        ({"fsdp": 8}, "full_shard", "float8@8", {}, {}),
+        ({"fsdp": 4}, "full_shard", "float8", {"reshard_after_forward": False}, {"accumulate": 2}),
+        ({"fsdp": 4}, "zero2", "int8:32", {}, {}),
+        ({"fsdp": 4}, "ddp", "float8", {}, {}),
+        ({"fsdp": 2, "tensor": 2}, "full_shard", "float8", CUT, {}),
+        ({"fsdp": 2, "pipe": 2}, "full_shard", "float8", {}, {"accumulate": 2}),
+    ]
 ]
 
 
@@ -169,24 +174,13 @@ def summed(parts, how, between):
 
 
 REDUCTIONS = [
-    ({"fsdp": 4}, "full_shard", "int8:32", "each", {}, {}),
     ({"fsdp": 4}, "full_shard", "int8:32", "each", {"gather": "float8"}, {"accumulate": 2}),
-    ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32", "each", {}, {}),
     ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32", "each", {}, {"accumulate": 2}),
-    ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32@4", "each", {}, {"accumulate": 2}),
-    ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32@4", "each", {"opt_over": ("replica", "fsdp")}, {}),
     ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32@2", "each", {"gather": "int8:32@2"}, {}),
-    ({"fsdp": 8}, "full_shard", "int8:32@2", "each", {}, {}),
     ({"fsdp": 8}, "full_shard", "int8:32@4", "each", {"reshard_after_forward": 2}, {"accumulate": 2}),
-    ({"fsdp": 8}, "full_shard", "int8:32@8", "each", {}, {}),
-    ({"fsdp": 4}, "full_shard", "int8:32", "last", {}, {"accumulate": 2, "sync": "last"}),
     ({"fsdp": 4}, "ddp", "int8:32", "all", {}, {"accumulate": 2}),
-    ({"replica": 2, "fsdp": 4}, "ddp", "int8:32@4", "all", {}, {}),
     ({"fsdp": 3}, "ddp", "int8:32", "all", {}, {}),
-    ({"fsdp": 4}, "zero1", "int8:32", "last", {}, {"accumulate": 2}),
     ({"fsdp": 8}, "zero1", "int8:32@2", "last", {}, {"accumulate": 2}),
-    ({"fsdp": 4}, "zero2", "int8:32", "each", {}, {"accumulate": 2}),
-    ({"fsdp": 4, "tensor": 2}, "full_shard", "int8:32", "each", CUT, {}),
     (
         {"replica": 2, "fsdp": 2, "tensor": 2},
         "full_shard",
@@ -195,7 +189,23 @@ REDUCTIONS = [
         CUT,
         {},
     ),
-    ({"fsdp": 2, "pipe": 2}, "full_shard", "int8:32", "each", {}, {"accumulate": 2}),
+]
+REDUCTIONS += [  # in the proofs
+    pytest.param(*row, marks=pytest.mark.proof)
+    for row in [
+        ({"fsdp": 4}, "full_shard", "int8:32", "each", {}, {}),
+        ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32", "each", {}, {}),
+        ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32@4", "each", {}, {"accumulate": 2}),
+        ({"replica": 2, "fsdp": 4}, "full_shard", "int8:32@4", "each", {"opt_over": ("replica", "fsdp")}, {}),
+        ({"fsdp": 8}, "full_shard", "int8:32@2", "each", {}, {}),
+        ({"fsdp": 8}, "full_shard", "int8:32@8", "each", {}, {}),
+        ({"fsdp": 4}, "full_shard", "int8:32", "last", {}, {"accumulate": 2, "sync": "last"}),
+        ({"replica": 2, "fsdp": 4}, "ddp", "int8:32@4", "all", {}, {}),
+        ({"fsdp": 4}, "zero1", "int8:32", "last", {}, {"accumulate": 2}),
+        ({"fsdp": 4}, "zero2", "int8:32", "each", {}, {"accumulate": 2}),
+        ({"fsdp": 4, "tensor": 2}, "full_shard", "int8:32", "each", CUT, {}),
+        ({"fsdp": 2, "pipe": 2}, "full_shard", "int8:32", "each", {}, {"accumulate": 2}),
+    ]
 ]
 
 
