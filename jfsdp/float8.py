@@ -22,14 +22,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jfsdp.context.rows import own_axes
-from jfsdp.layout.codec import power_of_two
-from jfsdp.layout.mesh import ROW_AXES, axes_of
+from jfsdp.context.rows import axes_here, own_axes
+from jfsdp.layout.codec import POWER_OF_TWO, Codec, matrix_amax
+from jfsdp.layout.mesh import ROW_AXES
 
 SCOPE = "jfsdp.float8"  # in the names of these products
 NOT = f"{SCOPE}.not."  # in the names of products that are not in float8, before the reason
 NOT_CHOSEN, TOKENS = "not_chosen", "gradient_without_tokens"  # reasons; others are odd sizes
-E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+E4M3, E5M2 = (
+    Codec(name, 8, 0, scale=POWER_OF_TWO, dtype=name, top=int(jnp.finfo(name).max))
+    for name in ("float8_e4m3fn", "float8_e5m2")
+)
 MULTIPLE = 16  # cuBLAS requires that it divides all dims of a float8 product
 LEAST_CAPABILITY = (8, 9)
 Dims = tuple[tuple[int, ...], tuple[int, ...]]
@@ -114,7 +117,7 @@ def _product(how: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
 
 
 def _forward(how: _Product, lhs: jax.Array, rhs: jax.Array) -> tuple[jax.Array, Any]:
-    (x, by_row), (w, scale) = _rows_in(E4M3, lhs), _whole_in(E4M3, rhs)
+    (x, by_row), (w, scale) = _rows_in(E4M3, lhs), _encode(E4M3, rhs, matrix_amax(rhs, 0))
     sums_rows = _sums_rows(how.dims, lhs.shape)
     with contextlib.nullcontext() if sums_rows else jax.named_scope(f"{NOT}{TOKENS}"):
         out = _scaled(x, w, how.dims, by_row * scale, how.dtype)
@@ -164,9 +167,7 @@ def _sum_of_rows(x: jax.Array, g: jax.Array, dims: Any, scales: jax.Array, dtype
     wide = jnp.promote_types(dtype, jnp.float32)
     if x.shape[0] == 1:
         return _narrow(x[0], g[0], dims, dtype).astype(wide) * scales[0]
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types) if kind == jax.sharding.AxisType.Manual}
-    if any(mesh.shape[name] > 1 and name not in manual for name in axes_of(mesh, ROW_AXES)):
+    if axes_here(ROW_AXES, is_manual=False):
         of_x, of_g = ([dim + 1 for dim in side] for side in dims)
         products = jax.lax.dot_general(x, g, ((of_x, of_g), ((0,), (0,))), preferred_element_type=_result(dtype))
         return jnp.einsum("b...,b->...", products.astype(wide), scales)
@@ -195,23 +196,17 @@ def _scaled(a: jax.Array, b: jax.Array, dims: Any, by_row: jax.Array, dtype: Any
     return (wide * by_row.reshape(-1, *[1] * (product.ndim - 1))).astype(dtype)
 
 
-def _rows_in(dtype: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantize with a scale per row. Layout: [B ...] -> [B ...], [B]."""
-    amax = jnp.max(jnp.abs(x), tuple(range(1, x.ndim))).astype(jnp.float32)
+def _rows_in(codec: Codec, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Encode with a scale per row. Layout: [B ...] -> [B ...], [B]."""
+    amax = matrix_amax(x, 1)
     if axes := own_axes():
         amax = jax.lax.pmax(amax, axes)
-    return _quantize(dtype, x, amax)
+    return _encode(codec, x, amax)
 
 
-def _whole_in(dtype: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _quantize(dtype, x, jnp.max(jnp.abs(x)).astype(jnp.float32))
-
-
-def _quantize(dtype: Any, x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
-    top = float(jnp.finfo(dtype).max)
-    scale = power_of_two(amax, top)
-    ratio = x.astype(jnp.float32) / scale.reshape(*scale.shape, *[1] * (x.ndim - scale.ndim))
-    return jnp.clip(ratio, -top, top).astype(dtype), scale
+def _encode(codec: Codec, x: jax.Array, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    codes, scales = codec.encode(x, scales=codec.to_scales(amax))
+    return codes, scales.astype(jnp.float32)
 
 
 def _inverse(order: Sequence[int]) -> list[int]:

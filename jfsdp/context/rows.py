@@ -16,6 +16,7 @@ package see the order. Everywhere else rows are in their own order.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -43,9 +44,14 @@ def is_zigzag() -> bool:
 
 def own_axes() -> tuple[str, ...]:
     """Return the mesh axes over which the tokens of an array are split here; see [Note: where rows are split]."""
+    return axes_here((CONTEXT,), is_manual=True)
+
+
+def axes_here(axes: Sequence[str], *, is_manual: bool) -> tuple[str, ...]:
+    """Return those of these axes of the trace's mesh, larger than 1, that are manual here, or that are not."""
     mesh = jax.sharding.get_abstract_mesh()
     manual = {name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
-    return tuple(name for name in axes_of(mesh, (CONTEXT,)) if name in manual and mesh.shape[name] > 1)
+    return tuple(name for name in axes_of(mesh, axes) if (name in manual) is is_manual and mesh.shape[name] > 1)
 
 
 @checked

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jfsdp.engine.driver.program import NamedCall
 from jfsdp.engine.unit import Arrays, Movement, Traced, call_traced
-from jfsdp.layout.codec import scales_of
+from jfsdp.layout.codec import matrix_amax, scales_of
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import HOST, Leaf
 from jfsdp.layout.precision import is_float
@@ -313,11 +313,6 @@ class Engine(abc.ABC):
         """Bring leaves on the device to the layout and memory of `stage`."""
         constrained = self.constrain(values, stage)
         return {path: to_memory(value, self.layout.by_path[path], stage) for path, value in constrained.items()}
-
-
-def matrix_amax(value: jax.Array, layers: int) -> jax.Array:
-    """Return the largest absolute value of each matrix in a stack, in float32. Layout: [layers ...] -> [layers]."""
-    return jnp.max(jnp.abs(value), tuple(range(layers, value.ndim))).astype(jnp.float32)
 
 
 def scoped(verb: str, unit: str, move: Callable[[Arrays], Arrays]) -> Callable[[Arrays], Arrays]:

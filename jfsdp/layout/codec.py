@@ -141,6 +141,11 @@ class Codec:
         return jnp.stack([jnp.sum(jnp.square(found - wide)), jnp.sum(jnp.square(wide)), exceeds.astype(jnp.float32)])
 
 
+def matrix_amax(values: jax.Array, layers: int) -> jax.Array:
+    """Return the largest absolute value of each matrix in a stack, in float32. Layout: [layers ...] -> [layers]."""
+    return jnp.max(jnp.abs(values), tuple(range(layers, values.ndim))).astype(jnp.float32)
+
+
 def power_of_two(amax: Any, top: float, xp: Any = jnp) -> Any:
     """Return the smallest power of two (float32) by which `amax` is divided to at most `top`; 1 for 0.
 

@@ -182,7 +182,8 @@ class Backward:
             self._leave_root(place, cts)
         self.end()
         totals = {name: self._total(name, cts) for name in step.source if step.derivatives.is_trained(name)}
-        totals |= {path: x for path, x in self.sums.totals.items() if path == METER}
+        if METER in self.sums.totals:
+            totals[METER] = self.sums.totals[METER]
         return totals, [_pop(cts, var) for var in step.given]
 
     def _leave_root(self, place: int, cts: Cotangents) -> None:
