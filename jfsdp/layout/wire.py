@@ -111,9 +111,10 @@ def num_inside(sizes: Mapping[str, int], axes: Sequence[str], between: int | Non
         size = sizes[axis]
         part = min(size, max(1, (between or 1) // stride))
         if between and stride < between and (between % stride or size % part):
+            fits = max(num for num in range(1, min(between, stride * size) + 1) if stride * size % num == 0)
             raise ValueError(
                 f"Wire(between={between}): axis {axis!r} (size {size}) has no groups of {between} neighbouring "
-                f"devices; use a number that divides {stride * size}, such as {math.gcd(between, stride * size)}"
+                f"devices; use a number that divides {stride * size}, such as {fits}, or leave it out"
             )
         if axis in axes:
             inside *= min(part, ways) if ways and axis == axes[0] else part
