@@ -1,11 +1,12 @@
-"""Llama and its relatives (Mistral, Qwen 2, Qwen 3) in plain Flax NNX, and jobs that train them.
+"""Llama and its relatives (Mistral, Mixtral, Qwen 2, Qwen 3 and its MoE) in plain Flax NNX, and jobs that train them.
 
 A decoder-only transformer: RMSNorm before each half of a layer, rotary embedding, grouped-query attention, SwiGLU.
 `LlamaConfig` has all differences between the relatives. The model is written without sharding, except over mesh axis
 `tensor`, if the mesh has one. That axis splits heads, the wide dim of an MLP and the vocabulary (Megatron-LM, arXiv
 1909.08053), with their weights (`placements`), and elsewhere the tokens of a row. If axis `context` splits the tokens,
 the job passes the functions of `Context`.
-Named values for remat policies: qkv (rotated), attended, mlp_hidden (gate and up).
+Named values for remat policies: qkv (rotated), attended, mlp_hidden (gate and up). With `num_experts`, experts replace
+the MLP (experts.py).
 
 Parameter names (joined by "."; with `stacked=True` each array below `layers` has a leading dim L, with `stacked=False`
 the names are `layers.0.attn...`). Kernels are `[in, out]`; H heads, K key/value heads, A = size of one head:
@@ -18,6 +19,8 @@ the names are `layers.0.attn...`). Kernels are `[in, out]`; H heads, K key/value
     layers.attn.o_proj.kernel [H*A, D]     lm_head.kernel                 [D, V]   (absent if tied)
     layers.attn.{q,k}_norm.scale [A]       (qk_norm)      layers.attn.{q,k,v}_proj.bias   (qkv_bias)
     layers.attn.o_proj.bias  [D]            (out_bias)
+    layers.mlp.router.kernel [D, E]        layers.mlp.experts.{gate,up}_proj [E, D, F]   (num_experts: in place of
+    layers.mlp.experts.down_proj [E, F, D]                                                the kernels of the MLP)
 
 Dtypes: parameters are created in float32, and compute is in the dtype of the weights. With bfloat16 weights everything
 is bfloat16, except the inside of norms, the softmax and the rotation, which are float32 and cast back.
@@ -34,18 +37,20 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec
 
 from .attention import attend, choose_attention, describe_attention, document_view
 from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
 from .chunks import by_chunks
 from .context import WHOLE, Context
 from .elementwise import rms_norm, swiglu
+from .experts import ExpertsFn, MoE, Routed, not_routed
 from .llama_config import PRESETS, LlamaConfig, RopeScaling, flops_per_token
-from .llama_hf import PRETRAINED
-from .llama_titan import titan_names
-from .losses import head_loss, loss_of_model, token_batch
+from .llama_hf import pretrained_names
+from .losses import Largest, LossSums, Share, head_loss, loss_of_model, token_batch
 from .optimizers import adamw, decay_mask
 from .over_tensor import (
+    AXIS,
     HEADS,
     DotGeneral,
     Placements,
@@ -270,25 +275,51 @@ class DecoderLayer(nnx.Module):
     """A layer: adds attention, then the MLP, to the residual stream. The unit for sharding."""
 
     def __init__(
-        self, config: LlamaConfig, *, rngs: nnx.Rngs, context: Context = WHOLE, dot_general: DotGeneral = None
+        self,
+        config: LlamaConfig,
+        *,
+        rngs: nnx.Rngs,
+        context: Context = WHOLE,
+        dot_general: DotGeneral = None,
+        experts: ExpertsFn | None = None,
     ):
         self.config = config
         self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
         self.attn = Attention(config, rngs=rngs, context=context, dot_general=dot_general)
         self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
-        self.mlp = MLP(config, rngs=rngs, dot_general=dot_general)
+        if config.num_experts is None:
+            self.mlp: MLP | MoE = MLP(config, rngs=rngs, dot_general=dot_general)
+        else:
+            self.mlp = MoE(config, rngs=rngs, gain=_residual_gain(config), experts=experts)
 
-    def __call__(self, x: jax.Array, rope: Rope, documents: Any, cache: Cache | None = None) -> Any:
+    def __call__(
+        self,
+        x: jax.Array,
+        rope: Rope,
+        documents: Any,
+        cache: Cache | None = None,
+        *,
+        routed: Routed | None = None,
+        real: jax.Array | None = None,
+    ) -> Any:
+        """Return `x`, and with experts `routed`, and with a cache the cache."""
         chunk = self.config.token_chunk if cache is None else None
         attended, cache = self.attn(by_chunks(self._project, chunk, x, *rope), documents, cache)
-        x = by_chunks(self._feed_forward, chunk, x, attended)
-        return x if cache is None else (x, cache)
+        if routed is None:
+            x = by_chunks(self._feed_forward, chunk, x, attended)
+            return x if cache is None else (x, cache)
+        x = self._attend(x, attended)
+        y, routed = self.mlp(whole_rows(self.mlp_norm(x)), routed, real, drops=cache is None)
+        return x + split_tokens(y), routed if cache is None else cache
 
     def _project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, ...]:
         return self.attn.project(whole_rows(self.attn_norm(x)), cos, sin)
 
+    def _attend(self, x: jax.Array, attended: jax.Array) -> jax.Array:
+        return x + split_tokens(self.attn.o_proj(attended.reshape(*x.shape[:2], -1)))
+
     def _feed_forward(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        x = x + split_tokens(self.attn.o_proj(attended.reshape(*x.shape[:2], -1)))
+        x = self._attend(x, attended)
         return x + split_tokens(self.mlp(whole_rows(self.mlp_norm(x))))
 
 
@@ -300,16 +331,25 @@ class Llama(nnx.Module):
     """Llama, which predicts the next token at each position.
 
     With the same seed, stacked and unstacked models have the same weights. `dot_general` computes the products of the
-    layers' projections, in place of `jax.lax.dot_general`.
+    layers' projections, in place of `jax.lax.dot_general`, but not those of experts. `experts` (`jfsdp.experts`) moves
+    tokens to experts; None: every expert computes every token.
     """
 
-    def __init__(self, config: LlamaConfig, rngs: nnx.Rngs, context: Context = WHOLE, dot_general: DotGeneral = None):
+    def __init__(
+        self,
+        config: LlamaConfig,
+        rngs: nnx.Rngs,
+        context: Context = WHOLE,
+        dot_general: DotGeneral = None,
+        experts: ExpertsFn | None = None,
+    ):
         self.config, self.context = config, context
         self.embed = Embedding(config.vocab_size, config.dim, rngs=rngs)
         keys = jax.random.split(rngs.params(), config.num_layers)
 
         def make_layer(key: jax.Array) -> DecoderLayer:
-            return DecoderLayer(config, rngs=nnx.Rngs(params=key), context=context, dot_general=dot_general)
+            how = {"context": context, "dot_general": dot_general, "experts": experts}
+            return DecoderLayer(config, rngs=nnx.Rngs(params=key), **how)
 
         self.layers = nnx.vmap(make_layer)(keys) if config.stacked else nnx.List([make_layer(key) for key in keys])
         self.norm = RMSNorm(config.dim, eps=config.norm_eps)
@@ -347,19 +387,32 @@ class Llama(nnx.Module):
             positions, lengths = check_cached(positions, lengths)
             x = split_tokens(looked_up(self.embed(tokens)))
             real = jnp.arange(tokens.shape[1]) < lengths[:, None]
-            x, cache = self._extend(x, rope_table(self.config, positions, real), positions, cache)
+            x, cache = self._extend(x, rope_table(self.config, positions, real), positions, cache, real)
             return self._logits(self.norm(last_of(whole_rows(x), lengths)))[:, 0], cache
         config, context = self.config, self.context
         positions = context.positions(tokens, segment_ids) if positions is None else positions
-        rope = rope_table(config, positions, None if segment_ids is None else segment_ids != 0, context)
+        real = None if segment_ids is None else segment_ids != 0
+        rope = rope_table(config, positions, real, context)
         documents, x = self._documents(segment_ids, split_tokens(looked_up(self.embed(tokens))))
-        x = whole_rows(self.norm(self._run_layers(x, rope, documents)))
+        routed = None if config.num_experts is None else not_routed(tokens)
+        x, routed = self._run_layers(x, rope, documents, routed, real)
+        x = whole_rows(self.norm(x))
         if targets is None or weights is None:
             return self._logits(x)
         kernel = self.embed.embedding if self.lm_head is None else self.lm_head.kernel
-        return head_loss(
+        loss = head_loss(
             x, kernel[...], targets, weights, chunk=self.config.loss_chunk, tied=self.lm_head is None, by_row=by_row
         )
+        return loss if routed is None else self._with_routed(loss, routed, weights, by_row)
+
+    def _with_routed(self, loss: LossSums, routed: Routed, weights: jax.Array, by_row: bool) -> LossSums:
+        """Add the losses of the routers to those of the tokens."""
+        if by_row:
+            return loss  # of preferences, which compare likelihoods
+        copies = routed.loss.size * self.config.experts_per_token * self.config.num_layers
+        dropped = Share(routed.dropped, jnp.full((), copies, jnp.float32))
+        metrics = {"dropped": dropped, "expert_load": Largest(routed.load)}
+        return LossSums(loss.total + jnp.sum(weights * routed.loss), loss.weight, {**loss.aux, **metrics})
 
     def _documents(self, segment_ids: jax.Array | None, x: jax.Array) -> tuple[Any, jax.Array]:
         """Return what attention reads of documents, and `x`; see `document_view`. With gathered keys, segment ids."""
@@ -377,36 +430,53 @@ class Llama(nnx.Module):
     def _logits(self, x: jax.Array) -> jax.Array:
         return self.embed.attend(x) if self.lm_head is None else self.lm_head(x)
 
-    def _extend(self, x: jax.Array, rope: Rope, positions: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def _extend(
+        self, x: jax.Array, rope: Rope, positions: jax.Array, cache: Cache, real: jax.Array
+    ) -> tuple[jax.Array, Cache]:
+        routed = None if self.config.num_experts is None else not_routed(real)
         if isinstance(self.layers, nnx.List):
             for number, layer in enumerate(self.layers):
-                x, cache = layer(x, rope, positions, cache.at(number))
+                x, cache = layer(x, rope, positions, cache.at(number), routed=routed, real=real)
             return x, cache
 
         @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, None), out_axes=nnx.Carry)
         def scan_layers(carry, layer, number, rope, positions):
-            return layer(carry[0], rope, positions, carry[1].at(number))
+            return layer(carry[0], rope, positions, carry[1].at(number), routed=routed, real=real)
 
         return scan_layers((x, cache), self.layers, jnp.arange(self.config.num_layers), rope, positions)
 
-    def _run_layers(self, x: jax.Array, rope: Rope, documents: Any) -> jax.Array:
+    def _run_layers(
+        self, x: jax.Array, rope: Rope, documents: Any, routed: Routed | None, real: jax.Array | None
+    ) -> tuple[jax.Array, Routed | None]:
+        def run(
+            carry: Any, layer: DecoderLayer, rope: Rope, documents: Any, real: Any
+        ) -> tuple[jax.Array, Routed | None]:
+            out = layer(carry[0], rope, documents, routed=carry[1], real=real)
+            return (out, None) if carry[1] is None else out
+
+        carry = (x, routed)
         if isinstance(self.layers, nnx.List):
             for layer in self.layers:
-                x = layer(x, rope, documents)
-            return x
-
-        @nnx.scan(in_axes=(nnx.Carry, 0, None, None), out_axes=nnx.Carry)
-        def scan_layers(x, layer, rope, documents):
-            return layer(x, rope, documents)
-
-        return scan_layers(x, self.layers, rope, documents)
+                carry = run(carry, layer, rope, documents, real)
+            return carry
+        scan_layers = nnx.scan(run, in_axes=(nnx.Carry, 0, None, None, None), out_axes=nnx.Carry)
+        return scan_layers(carry, self.layers, rope, documents, None if routed is None else real)
 
 
 def placements(config: LlamaConfig) -> Placements:
-    """Return the placements of the weights that mesh axis `tensor` cuts (of embedding and head, axis `pipe` too)."""
+    """Return the placements of the weights that mesh axes `tensor` and `expert` cut (of tables, axis `pipe` too)."""
     columns = ("**.attn.[qkv]_proj", "**.mlp.gate_proj", "**.mlp.up_proj")
     vocabulary = {"embed": 0} if config.tied else {"embed": 0, "lm_head": 1}
-    return make_placements(columns, ("**.attn.o_proj", "**.mlp.down_proj"), vocabulary)
+    dense = make_placements(columns, ("**.attn.o_proj", "**.mlp.down_proj"), vocabulary)
+    if config.num_experts is None:
+        return dense
+    wide, narrow = PartitionSpec("expert", None, AXIS), PartitionSpec("expert", AXIS)
+    own = {f"**.mlp.experts.{name}_proj": spec for name, spec in (("gate", wide), ("up", wide), ("down", narrow))}
+    return {glob: spec for glob, spec in dense.items() if ".mlp." not in glob} | own
+
+
+def _with_experts(model: Callable[..., Llama], experts: ExpertsFn) -> Callable[..., Llama]:
+    return partial(model, experts=experts)
 
 
 def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
@@ -436,15 +506,16 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "seq_len": seq_len,
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,
-        "pretrained": {**PRETRAINED, "others": titan_names(config)},
+        "pretrained": pretrained_names(config),
         "placements": placements(config),
         "row_loss": partial(loss_of_model, by_row=True),
         "in_context": lambda model, **functions: partial(model, context=Context(**functions)),
+        "with_experts": None if config.num_experts is None else _with_experts,
         "with_dot_general": lambda model, dot_general: partial(model, dot_general=dot_general),
         "cache": partial(cache_shapes, config.num_layers, config.num_kv_heads, config.head_size, config.stacked),
     }
 
 
 JOBS: dict[str, dict[str, Any]] = {
-    name: make_job(config, seq_len=256 if name == "llama-tiny" else 8192) for name, config in PRESETS.items()
+    name: make_job(config, seq_len=256 if name.endswith("-tiny") else 8192) for name, config in PRESETS.items()
 }

@@ -1,5 +1,6 @@
 """Configuration of Llama and its relatives, the published presets, and their FLOPs."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -96,6 +97,13 @@ class LlamaConfig:
         in losses.py.
       token_chunk: number of tokens of a row on which a layer computes everything except attention at a time, in
         training; must divide the row. None: whole rows. See `by_chunks`.
+      num_experts: E, the experts of each layer in place of its MLP, of width `ffn_dim`; None: an MLP.
+      experts_per_token: k, experts of each token.
+      normalize_experts: divide the router's k scores of a token by their sum (Hugging Face's `norm_topk_prob`).
+      capacity: places of an expert for the tokens of a row, in multiples of `T k / E`, the mean; tokens beyond it pass
+        the layer by. None: no limit, at E/k times the products. Generation has no limit.
+      balance_loss, z_loss: coefficients of the two losses of routers, each a mean over tokens and layers. Hugging
+        Face's `router_aux_loss_coef` is 1/k of `balance_loss`.
       context_by: how mesh axis `context` splits attention: "heads" (all-to-alls), or "keys", for more devices than
         heads; see `jfsdp.attention`.
 
@@ -124,6 +132,12 @@ class LlamaConfig:
     loss_chunk: int = 2048
     token_chunk: int | None = None
     context_by: Literal["heads", "keys"] = "heads"
+    num_experts: int | None = None
+    experts_per_token: int = 2
+    normalize_experts: bool = True
+    capacity: float | None = 1.25
+    balance_loss: float = 0.01
+    z_loss: float = 0.0
 
     def __post_init__(self):
         require_counts(self, "vocab_size", "dim", "ffn_dim", "loss_chunk")
@@ -158,6 +172,28 @@ class LlamaConfig:
             )
         require_attention(self)
         require_choice(self, "context_by", ("heads", "keys"))
+        if self.num_experts is not None:
+            self._check_experts()
+
+    def _check_experts(self) -> None:
+        require_counts(self, "num_experts", "experts_per_token")
+        require_bool(self, "normalize_experts")
+        num, k, capacity = self.num_experts or 0, self.experts_per_token, self.capacity
+        if k > num:
+            raise ValueError(f"LlamaConfig.experts_per_token={k} exceeds num_experts={num}; choose at most {num}")
+        if capacity is not None and not 1 <= capacity < math.inf:
+            raise ValueError(
+                f"LlamaConfig.capacity={capacity} must be at least 1, the places that equal loads need, or None for no "
+                "limit"
+            )
+        if not all(0 <= coefficient < math.inf for coefficient in (self.balance_loss, self.z_loss)):
+            raise ValueError(
+                f"LlamaConfig.balance_loss={self.balance_loss} and z_loss={self.z_loss} must be finite and at least 0"
+            )
+        if self.token_chunk is not None:
+            raise ValueError(
+                f"LlamaConfig.token_chunk={self.token_chunk}: experts count places in whole rows; pass None"
+            )
 
     @property
     def head_size(self) -> int:
@@ -167,8 +203,16 @@ class LlamaConfig:
     @property
     def matmul_params_per_layer(self) -> int:
         """Number of weights per layer in matmuls (without norms and biases)."""
+        return self._matmul_params(self.num_experts or 1)
+
+    @property
+    def matmul_params_per_token(self) -> int:
+        """Number of these weights that compute a token: with experts, those of k of them."""
+        return self._matmul_params(1 if self.num_experts is None else self.experts_per_token)
+
+    def _matmul_params(self, num_experts: int) -> int:
         attention = 2 * self.dim * (self.num_heads + self.num_kv_heads) * self.head_size
-        return attention + 3 * self.dim * self.ffn_dim
+        return attention + self.dim * (self.num_experts or 0) + 3 * num_experts * self.dim * self.ffn_dim
 
     @property
     def num_params(self) -> int:
@@ -183,13 +227,14 @@ class LlamaConfig:
 def flops_per_token(config: LlamaConfig, num_keys: float) -> float:
     """Return the model FLOPs of forward and backward per token: `6 N + 12 L H A T`.
 
-    N is the number of weights in matmuls: with the head (tied or not), without the lookup, norms and biases. The
+    N is the number of weights in matmuls: with the head (tied or not), without the lookup, norms and biases; of experts
+    those of the k that compute a token, with a router of all. The
     attention term counts scores and values over T=`num_keys` keys. With all keys of a row, *without* halving for
     causality, it is the convention of PaLM (arXiv 2204.02311, appendix B) and torchtitan. With the average number of
     keys that a token sees, it is the work of causal attention. A shorter window replaces T.
     Recomputed activations do not count: this is for MFU, not for hardware utilization.
     """
-    matmul_params = config.num_layers * config.matmul_params_per_layer + config.dim * config.vocab_size
+    matmul_params = config.num_layers * config.matmul_params_per_token + config.dim * config.vocab_size
     num_keys = min(num_keys, config.local_window_size or num_keys)
     return 6.0 * matmul_params + 12.0 * config.num_layers * config.num_heads * config.head_size * num_keys
 
@@ -198,6 +243,10 @@ _llama3 = partial(LlamaConfig, vocab_size=128_256, num_kv_heads=8)
 _llama32_scaling = RopeScaling(factor=32.0)
 _llama31_scaling = RopeScaling(factor=8.0)
 _qwen = partial(LlamaConfig, rope_theta=1e6, norm_eps=1e-6)
+_mixtral = partial(LlamaConfig, num_kv_heads=8, rope_theta=1e6, num_experts=8, experts_per_token=2)
+_qwen_moe = partial(
+    _qwen, vocab_size=151_936, num_kv_heads=4, head_dim=128, qk_norm=True, num_experts=128, experts_per_token=8
+)
 
 PRESETS: dict[str, LlamaConfig] = {
     # Bytes and eight special tokens; small enough to learn on a CPU.
@@ -231,5 +280,20 @@ PRESETS: dict[str, LlamaConfig] = {
         ffn_dim=12_288,
         head_dim=128,
         qk_norm=True,
+    ),
+    "mixtral-8x7b": _mixtral(vocab_size=32_000, dim=4096, num_layers=32, num_heads=32, ffn_dim=14_336),
+    "mixtral-8x22b": _mixtral(vocab_size=32_768, dim=6144, num_layers=56, num_heads=48, ffn_dim=16_384),
+    "qwen3-30b-a3b": _qwen_moe(dim=2048, num_layers=48, num_heads=32, ffn_dim=768),
+    "qwen3-235b-a22b": _qwen_moe(dim=4096, num_layers=94, num_heads=64, ffn_dim=1536),
+    # As llama-tiny, with eight experts.
+    "moe-tiny": LlamaConfig(
+        vocab_size=264,
+        dim=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        ffn_dim=176,
+        rope_theta=10_000.0,
+        num_experts=8,
     ),
 }

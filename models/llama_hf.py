@@ -1,4 +1,4 @@
-"""Llama, Mistral, Qwen 2 and Qwen 3 in Hugging Face's format: names of arrays; reads and writes `config.json`.
+"""Llama and its relatives in Hugging Face's format: names of arrays; reads and writes `config.json`.
 
 Plain data and functions; a job has them as its field `pretrained`.
 """
@@ -7,9 +7,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
+import numpy as np
+
 from .checks import MAX_HEADS, MAX_LAYERS
 from .hf_config import Options, check_architecture, refusal
 from .llama_config import ROPE_KINDS, LlamaConfig, RopeScaling
+from .llama_titan import titan_names
 
 # (our name, their name, order of dims). {i}: the layer, which is a leading dim of our array if layers are stacked.
 RULES = [
@@ -33,6 +37,13 @@ RULES = [
     ("lm_head.kernel", "lm_head.weight", "in out -> out in"),
 ]
 
+# By architecture: the names of the router, and of the experts {e} of a layer with their gate, up and down.
+_EXPERTS = {
+    "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2")),
+    "qwen3_moe": ("mlp.gate", "mlp.experts.{e}", ("gate_proj", "up_proj", "down_proj")),
+}
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
 _ORIGINAL = "original_max_position_embeddings"
 
 # Defaults of transformers for options that a config.json omits.
@@ -41,6 +52,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen2": {"num_key_value_heads": 32, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
+    "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096, "moe_intermediate_size": 768},
 }
 
 
@@ -54,7 +67,7 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
     read = Options({**_DEFAULTS[options["model_type"]], **options})
     read.take_only("hidden_act", "silu")
     read.take_only("attention_dropout", 0)
-    read.take_only("attention_bias", False, *[True] * (read.architecture in ("llama", "qwen3")))
+    read.take_only("attention_bias", False, *[True] * (read.architecture in ("llama", "qwen3", "qwen3_moe")))
     bias = read.take("attention_bias", False)
     read.take_only("mlp_bias", False)
     heads, dim = read.count("num_attention_heads", maximum=MAX_HEADS), read.count("hidden_size")
@@ -70,12 +83,35 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
         "tied": read.take("tie_word_embeddings", False),
         "qkv_bias": read.architecture == "qwen2" or bias,
         "out_bias": bias,
-        "qk_norm": read.architecture == "qwen3",
+        "qk_norm": read.architecture.startswith("qwen3"),
         "local_window_size": _window(read),
         **_rope(read),
+        **_experts(read),
     }
     read.refuse_others()
     return fields
+
+
+def _experts(read: Options) -> dict[str, Any]:
+    """Read the options of experts; for other architectures, that there are none."""
+    if read.architecture not in _EXPERTS:
+        return {"num_experts": None}
+    is_qwen = read.architecture == "qwen3_moe"
+    if is_qwen:
+        read.take_only("decoder_sparse_step", 1)
+        read.take_only("mlp_only_layers", [], None)
+    read.take_only("router_jitter_noise", 0.0)
+    read.take("output_router_logits")
+    names = [name for name in ("num_local_experts", "num_experts") if read.take(name) is not None]
+    fields = {
+        "num_experts": read.count(names[0] if names else "num_local_experts", 128 if is_qwen else 8),
+        "experts_per_token": read.count("num_experts_per_tok", 8 if is_qwen else 2),
+        "normalize_experts": read.take("norm_topk_prob", not is_qwen),
+    }
+    if is_qwen:
+        fields["ffn_dim"] = read.count("moe_intermediate_size")
+    coefficient = read.take("router_aux_loss_coef", 0.001)
+    return fields | {"balance_loss": fields["experts_per_token"] * coefficient}
 
 
 def _window(read: Options) -> int | None:
@@ -148,7 +184,7 @@ def config_from_fields(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
     """
     architecture = _architecture(config)
     options = {
-        "architectures": [f"{architecture.capitalize()}ForCausalLM"],
+        "architectures": [f"{architecture.title().replace('_', '')}ForCausalLM"],
         "model_type": architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
@@ -164,6 +200,7 @@ def config_from_fields(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         **_window_options(architecture, config.local_window_size),
         **({"attention_bias": True} if config.out_bias else {}),
+        **_expert_options(architecture, config),
     }
     if (scaling := config.rope_scaling) is not None:
         options["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor, **_scaling_options(scaling)}
@@ -172,6 +209,20 @@ def config_from_fields(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         elif scaling.kind != "linear":
             options["max_position_embeddings"] = max(seq_len, int(scaling.factor * scaling.original_context))
     return options
+
+
+def _expert_options(architecture: str, config: LlamaConfig) -> dict[str, Any]:
+    if config.num_experts is None:
+        return {}
+    options = {
+        "num_local_experts": config.num_experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "router_aux_loss_coef": config.balance_loss / config.experts_per_token,
+    }
+    if architecture == "mixtral":
+        return options
+    width = {"moe_intermediate_size": config.ffn_dim, "norm_topk_prob": config.normalize_experts}
+    return options | {"num_experts": config.num_experts, "decoder_sparse_step": 1, "mlp_only_layers": []} | width
 
 
 def _scaling_options(scaling: RopeScaling) -> dict[str, Any]:
@@ -186,6 +237,8 @@ def _scaling_options(scaling: RopeScaling) -> dict[str, Any]:
 def _architecture(config: LlamaConfig) -> str:
     # Mistral without a window equals Llama, but transformers requires that a Llama's heads divide its width.
     can_be_llama = config.local_window_size is None and config.dim % config.num_heads == 0
+    if config.num_experts is not None:
+        return _architecture_with_experts(config)
     if config.qk_norm and config.qkv_bias == config.out_bias:
         return "qwen3"
     if not config.qk_norm and config.qkv_bias and not config.out_bias:
@@ -199,10 +252,23 @@ def _architecture(config: LlamaConfig) -> str:
     return "llama" if can_be_llama else "mistral"
 
 
+def _architecture_with_experts(config: LlamaConfig) -> str:
+    if config.qk_norm and config.qkv_bias == config.out_bias:
+        return "qwen3_moe"
+    if config.qk_norm or config.qkv_bias or config.out_bias or not config.normalize_experts:
+        raise ValueError(
+            f"LlamaConfig(num_experts={config.num_experts}, qkv_bias={config.qkv_bias}, out_bias={config.out_bias}, "
+            f"qk_norm={config.qk_norm}, normalize_experts={config.normalize_experts}) has no architecture in Hugging "
+            "Face: Mixtral has none of biases and qk_norm, and Qwen 3 MoE qk_norm with both biases or none; export a "
+            "model with one of these combinations"
+        )
+    return "mixtral"
+
+
 def _window_options(architecture: str, window: int | None) -> dict[str, Any]:
     if architecture == "llama":
         return {}
-    if architecture == "mistral":
+    if architecture in ("mistral", "mixtral"):
         return {"sliding_window": window}
     return {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
 
@@ -216,3 +282,46 @@ PRETRAINED: dict[str, Any] = {
     "from_config": fields_from_config,
     "to_config": config_from_fields,
 }
+
+
+def pretrained_names(config: LlamaConfig) -> dict[str, Any]:
+    """Return the names of a model's parameters in checkpoints of Hugging Face, torchtitan and Meta."""
+    if config.num_experts is None:
+        return {**PRETRAINED, "others": titan_names(config)}
+    router, expert, projections = _EXPERTS["qwen3_moe" if config.qk_norm else "mixtral"]
+    rules = [rule for rule in RULES if ".mlp." not in rule[0]]
+    rules.append(("layers.{i}.mlp.router.kernel", f"model.layers.{{i}}.{router}.weight", "in out -> out in"))
+    for ours, theirs in zip(_PROJECTIONS, projections, strict=True):
+        name = f"model.layers.{{i}}.{expert}.{theirs}.weight"
+        rules.append((f"layers.{{i}}.mlp.experts.{ours}", name, "in out -> out in"))
+    fused = [*rules[:-4], ("layers.{i}.mlp.router.kernel", "model.layers.{i}.mlp.gate.weight", "in out -> out in")]
+    for name in _PROJECTIONS:
+        theirs = f"model.layers.{{i}}.mlp.experts.{name}"
+        fused.append((f"layers.{{i}}.mlp.experts.{name}", theirs, "expert in out -> expert out in"))
+    others = {"*.experts.gate_up_proj": {**PRETRAINED, "rules": fused, "view": Split}}
+    return {**PRETRAINED, "rules": rules, "others": others}
+
+
+class Split:
+    """A checkpoint of fused experts (a state dict of transformers 5), with gate_proj and up_proj in place of both."""
+
+    def __init__(self, source: Any):
+        self.source, self.arrays = source, dict[str, Any]()
+        self.parts: dict[str, tuple[str, int]] = {}  # the fused array and the first row
+        for name, array in source.arrays.items():
+            if not name.endswith(".gate_up_proj"):
+                self.arrays[name] = array
+                continue
+            num, rows, *rest = array.shape
+            for place, part in enumerate(("gate_proj", "up_proj")):
+                new = name.replace("gate_up_proj", part)
+                self.arrays[new] = jax.ShapeDtypeStruct((num, rows // 2, *rest), array.dtype)
+                self.parts[new] = name, place * (rows // 2)
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Read one slice of one array."""
+        if name not in self.parts:
+            return self.source.read(name, index)
+        fused, first = self.parts[name]
+        rows = slice(index[1].start + first, index[1].stop + first)
+        return self.source.read(fused, (index[0], rows, *index[2:]))

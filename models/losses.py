@@ -19,7 +19,20 @@ class LossSums(NamedTuple):
 
     total: jax.Array
     weight: jax.Array
-    aux: dict[str, jax.Array]
+    aux: dict[str, Any]
+
+
+class Share(NamedTuple):
+    """A metric: sums over rows, divided once over all devices and microbatches."""
+
+    total: jax.Array
+    weight: jax.Array
+
+
+class Largest(NamedTuple):
+    """A metric: the maximum over all devices and microbatches."""
+
+    maximum: jax.Array
 
 
 def next_token_loss(model: Callable[..., jax.Array], batch: Mapping[str, jax.Array], **options: Any) -> LossSums:

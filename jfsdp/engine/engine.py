@@ -225,7 +225,11 @@ class Engine(abc.ABC):
 
     def full_shapes(self, shards: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of gathered weights."""
-        return self.layout.full_shapes({leaf.path: sliced for leaf, sliced in self.pairs(shards)})
+        return self.shapes({leaf.path: sliced for leaf, sliced in self.pairs(shards)})
+
+    def shapes(self, sliced: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and dtypes of gathered weights, by leaf and the number of its layer dims that are taken off."""
+        return self.layout.full_shapes(sliced, is_local=self.writes_order)
 
     def to_use(self, pairs: Pairs, shards: Arrays) -> Arrays:
         """Copy offloaded shards to the device, cast them, and gather them to their stored shape; see `gather`."""
@@ -265,7 +269,7 @@ class Engine(abc.ABC):
             value = to_device(source[leaf.path]).astype(leaf.stage("use").dtype)
             coded = self.encode(leaf, 0, value, self.scales)
             assert leaf.gather_wire is not None
-            share = self.layout.num_parts(leaf.stage(leaf.source)) / self.layout.num_shards(self.layout.data_axes)
+            share = self.layout.num_parts(leaf.stage(leaf.source)) / self.layout.num_shards(self.layout.sum_axes(leaf))
             found += leaf.gather_wire.codec.rounding(value, *coded) * (share if self.writes_order else 1.0)
         return self.sum_rows(found) if wires else None
 

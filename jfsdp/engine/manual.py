@@ -31,7 +31,7 @@ from jfsdp.engine.engine import METER, Engine, Pairs, Pull, T, pad_all, to_devic
 from jfsdp.engine.movements import ALL_TO_ALL, CALL, GATHER, REDUCE, Move
 from jfsdp.engine.unit import Arrays, Traced
 from jfsdp.layout.flat import move_together
-from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.leaf import Leaf, cut_sizes, make_spec
 from jfsdp.layout.mesh import batch_spec
 from jfsdp.layout.precision import is_key
 
@@ -238,7 +238,8 @@ class ManualEngine(Engine):
         """Return shape and dtype of this device's part of an accumulator."""
         leaf, whole = self.layout.by_path[path], super().sum_shape(path)
         parts = self.layout.num_shards(movements.accumulator_axes(leaf, self.deferred))
-        shape = [size // parts if dim == leaf.dim else size for dim, size in enumerate(whole.shape)]
+        local = cut_sizes(whole.shape, leaf.row_cuts)
+        shape = [size // parts if dim == leaf.dim else size for dim, size in enumerate(local)]
         return jax.ShapeDtypeStruct(shape, whole.dtype)
 
     def finished_spec(self, path: str) -> PartitionSpec:
@@ -329,7 +330,7 @@ class ManualEngine(Engine):
         leaf = self.layout.by_path[path]
         done, accumulator = leaf.stage(leaf.source).axes, movements.accumulator_axes(leaf, self.deferred)
         further = [axis for axis in accumulator if axis not in done]
-        rest = [axis for axis in self.layout.data_axes if axis not in (*self.deferred, *done, *accumulator)]
+        rest = [axis for axis in self.layout.sum_axes(leaf) if axis not in (*self.deferred, *done, *accumulator)]
         sums = movements.sums(self.layout, leaf, CALL, (*further, *rest), further, self.layout.num_shards(done))
         grad = self._execute(sums, leaf, 0, to_device(grad)).astype(leaf.stage("grad").dtype)
         if set(done) <= set(accumulator):
@@ -373,7 +374,7 @@ def sum_of_codes(value: jax.Array, move: Move, axes: tuple[str, ...], dim: int, 
 
 def _is_doubled(leaf: Leaf) -> bool:
     """Tell whether a leaf's split dim is cut too; see [Note: cuts in a shard_map]."""
-    return any(cut.dim == leaf.dim for cut in leaf.cuts)
+    return any(cut.dim == leaf.dim for cut in leaf.model_cuts)
 
 
 def _outer_shape(leaf: Leaf) -> tuple[int, ...]:
@@ -386,8 +387,8 @@ def _outer_shape(leaf: Leaf) -> tuple[int, ...]:
 
 
 def _data_spec(leaf: Leaf, axes: tuple[str, ...]) -> PartitionSpec:
-    """Return the spec of a leaf in that shape, split by data axes."""
-    return _outer_spec(leaf, [None] * len(leaf.shape), axes)
+    """Return the spec of a leaf in that shape, cut and split by data axes."""
+    return _outer_spec(leaf, make_spec(len(leaf.shape), leaf.row_cuts), axes)
 
 
 def _outer_spec(leaf: Leaf, entries: Any, axes: tuple[str, ...]) -> PartitionSpec:
@@ -395,5 +396,7 @@ def _outer_spec(leaf: Leaf, entries: Any, axes: tuple[str, ...]) -> PartitionSpe
     if leaf.dim is None:
         return PartitionSpec(*entries)
     dim = leaf.dim
+    if not _is_doubled(leaf):
+        axes = (*([entries[dim]] if entries[dim] else []), *axes)
     before = entries[: dim + 1] if _is_doubled(leaf) else entries[:dim]
     return PartitionSpec(*before, axes or None, *entries[dim + 1 :])

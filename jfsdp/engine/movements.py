@@ -180,7 +180,8 @@ def of_leaf(layout: Layout, leaf: Leaf, deferred: tuple[str, ...], *, in_one: bo
     if not leaf.trainable:
         return
     accumulator = accumulator_axes(leaf, deferred)
-    immediate = [axis for axis in layout.data_axes if axis not in deferred]
+    immediate = [axis for axis in layout.sum_axes(leaf) if axis not in deferred]
+    deferred = tuple(axis for axis in layout.sum_axes(leaf) if axis in deferred)
     inner = [axis for axis in _axes(leaf, leaf.source) if axis in accumulator and not in_one]
     outer, split = ([axis for axis in axes if axis not in inner] for axes in (immediate, accumulator))
     yield from sums(layout, leaf, CALL, inner, inner, 1)

@@ -16,7 +16,7 @@ from jfsdp.layout.cuts import DimNames, find_cuts
 from jfsdp.layout.flat import storage_form
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import DEVICE, HOST, PER_PARAMETER, Cut, Leaf, Stage
-from jfsdp.layout.mesh import PIPE, axis_sizes
+from jfsdp.layout.mesh import DATA_AXES, EXPERT, PIPE, axis_sizes
 from jfsdp.layout.placements import ADAPTER_PART, Choice, LeafRules, choose_added, choose_own, find_placements
 from jfsdp.layout.policy import OffloadPolicy, UnitPolicy
 from jfsdp.layout.precision import MixedPrecisionPolicy, is_float, is_inexact, item_bytes, sum_dtype
@@ -86,6 +86,11 @@ def build_layout(
         min_size=min_size,
         adapters=adapters,
     )
+    if sizes.get(EXPERT, 1) > 1 and not any(leaf.row_cuts for leaf in table):
+        raise ValueError(
+            f"mesh axis {EXPERT!r} (size {sizes[EXPERT]}) cuts no parameter; name the weights of experts, stacked "
+            "along their first dim (placements={'**.experts.*': PartitionSpec('expert')}), or give them to 'fsdp'"
+        )
     _ = layout.sub_axes  # raises if numbers of devices do not divide each other
     for field in ("gather_wire", "reduce_wire"):
         if getattr(mp_policy, field) and not any(getattr(leaf, field) for leaf in table):
@@ -115,7 +120,9 @@ def _build_leaf(
         dtype = policy.mp_policy.frozen_dtype or dtype
     _check_kept(path, unit, policy, choice)
     use = dtype if choice.is_ignored else policy.mp_policy.use_dtype(dtype)
-    stages = _stages(path, dtype, use, trainable, choice.strategy, policy.reshard_after_forward, sizes)
+    own = {axis: size for axis, size in sizes.items() if axis not in [cut.axis for cut in choice.cuts]}
+    reshard = _reshard(path, policy.reshard_after_forward, sizes, own)
+    stages = _stages(path, dtype, use, trainable, choice.strategy, reshard, own)
     split = _choose_dim(path, shape, unit, stages, choice, sizes, min_size)
     if split.dim is None:
         stages = {name: stage and Stage((), stage.dtype) for name, stage in stages.items()} | {"work": None}
@@ -144,6 +151,19 @@ def _build_leaf(
         gather_wire=gather_wire,
         reduce_wire=reduce_wire if trainable else None,
     )
+
+
+def _reshard(path: str, reshard: bool | int, sizes: Mapping[str, int], own: Mapping[str, int]) -> bool | int:
+    """Return over how many neighbours along its own axes a leaf is split between forward and backward."""
+    cut = math.prod(sizes.get(axis, 1) for axis in DATA_AXES if axis not in own)
+    if isinstance(reshard, bool) or cut == 1 or cut % reshard == 0:
+        return reshard if isinstance(reshard, bool) or cut == 1 else 1
+    if reshard % cut:
+        raise ValueError(
+            f"{path}: reshard_after_forward={reshard} neighbouring devices do not consist of whole groups of mesh axis "
+            f"{EXPERT!r} (size {cut}), which cuts it; use a divisor or a multiple of {cut}"
+        )
+    return reshard // cut
 
 
 def _wires(

@@ -11,7 +11,7 @@ import jax
 from jfsdp.layout.layout import close_names
 from jfsdp.layout.leaf import Cut, cut_sizes
 from jfsdp.layout.lora import LAYER, A, Adapter, B
-from jfsdp.layout.mesh import AXES, MODEL_AXES, PIPE
+from jfsdp.layout.mesh import AXES, CUT_AXES, MODEL_AXES, PIPE
 from jfsdp.layout.select import chooses
 
 DimNames = tuple[str | tuple[str, ...] | None, ...]
@@ -105,14 +105,14 @@ def _by_names(
             )
     # A layer dim needs no rule: it cannot be cut.
     users = {name: path for path, dims in named.items() for dim, name in dims if dim >= stacked[path]}
-    missing = [name for name in known if name in users and name not in rules and name not in MODEL_AXES]
+    missing = [name for name in known if name in users and name not in rules and name not in CUT_AXES]
     if missing:
         raise ValueError(
             f"{users[missing[0]]}: axis_rules has no rule for {missing[0]!r}, the name of one of its dims in sharding "
             f"metadata; set {', '.join(f'{name!r}: None' for name in missing)} for dims that are not to be cut, or "
             f"{missing[0]!r}: {MODEL_AXES[0]!r}"
         )
-    axes = {name: rules.get(name, name if name in MODEL_AXES else None) for name in known}
+    axes = {name: rules.get(name, name if name in CUT_AXES else None) for name in known}
     return {
         path: [(dim, axis, f"sharding metadata {name!r}") for dim, name in dims for axis in _axes(axes[name])]
         for path, dims in named.items()
@@ -170,11 +170,11 @@ def _checked(
 ) -> tuple[Cut, ...]:
     cuts: list[Cut] = []
     for dim, axis, reason in sorted(requested, key=lambda one: one[0]):
-        if axis not in MODEL_AXES:
-            why = "the strategy determines what it splits" if axis in AXES else close_names(str(axis), MODEL_AXES)
+        if axis not in CUT_AXES:
+            why = "the strategy determines what it splits" if axis in AXES else close_names(str(axis), CUT_AXES)
             raise ValueError(
                 f"{path}: {reason}: axis {axis!r} cuts no leaf ({why}); axes that cut are "
-                f"{', '.join(map(repr, MODEL_AXES))}"
+                f"{', '.join(map(repr, CUT_AXES))}"
             )
         if dim < stacked:
             raise ValueError(

@@ -30,7 +30,7 @@ import numpy as np
 
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import FLAT, PER_PARAMETER, Buffer, Leaf, View
-from jfsdp.layout.mesh import PIPE
+from jfsdp.layout.mesh import EXPERT, PIPE
 from jfsdp.layout.split_dim import DEFAULT_MIN_SIZE
 
 
@@ -44,6 +44,12 @@ def in_buffers(layout: Layout) -> Layout:
         raise ValueError(
             f"storage={FLAT!r}: the leaves of a unit are stored in one array, which mesh axis {PIPE!r} (size "
             f"{layout.num_stages}) cannot cut into layers; use storage='per_parameter'"
+        )
+    if cut := [leaf for leaf in layout.leaves if leaf.row_cuts]:
+        raise ValueError(
+            f"storage={FLAT!r}: {cut[0].path} is cut over mesh axis {EXPERT!r} (size "
+            f"{layout.num_shards([EXPERT])}), which other leaves of its unit are split over; use "
+            "storage='per_parameter'"
         )
     if coded := [leaf for leaf in layout.leaves if leaf.gather_wire or leaf.reduce_wire]:
         raise ValueError(

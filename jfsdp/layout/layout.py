@@ -13,7 +13,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-from jfsdp.layout.leaf import FLAT, HOST, PER_PARAMETER, Buffer, Leaf, Stage, SubAxes
+from jfsdp.layout.leaf import FLAT, HOST, PER_PARAMETER, Buffer, Leaf, Stage, SubAxes, cut_sizes
 from jfsdp.layout.lora import Adapter
 from jfsdp.layout.mesh import DATA_AXES, PIPE, SUB_AXES
 from jfsdp.layout.policy import UnitPolicy
@@ -178,6 +178,10 @@ class Layout:
         """The data axes of size above 1, over which the batch is split."""
         return tuple(axis for axis in DATA_AXES if self.num_shards([axis]) > 1)
 
+    def sum_axes(self, leaf: Leaf) -> tuple[str, ...]:
+        """The data axes of size above 1 over which the gradient of a leaf is summed: those that do not cut it."""
+        return tuple(axis for axis in self.data_axes if axis not in [cut.axis for cut in leaf.cuts])
+
     def num_shards(self, axes: Iterable[str]) -> int:
         """Return the number of parts into which these axes split a dim."""
         sizes = dict(self.mesh_sizes)
@@ -253,10 +257,16 @@ class Layout:
             for axis in split
         }
 
-    def full_shapes(self, sliced: Mapping[str, int]) -> dict[str, jax.ShapeDtypeStruct]:
-        """Return shapes and dtypes of gathered leaves; `sliced` says how many layer dims are taken off each."""
+    def full_shapes(self, sliced: Mapping[str, int], *, is_local: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+        """Return shapes and dtypes of gathered leaves.
+
+        Args:
+          sliced: by leaf, how many layer dims are taken off.
+          is_local: as one device has them in program `manual`, with dims divided that data axes cut.
+        """
         leaves = [(self.by_path[path], num) for path, num in sliced.items()]
-        return {x.path: jax.ShapeDtypeStruct(x.shape[num:], x.stage("use").dtype) for x, num in leaves}
+        shapes = {x.path: cut_sizes(x.shape, x.row_cuts if is_local else ()) for x, _ in leaves}
+        return {x.path: jax.ShapeDtypeStruct(shapes[x.path][num:], x.stage("use").dtype) for x, num in leaves}
 
     def abstract(self, mesh: Mesh | AbstractMesh, leaf: Leaf, stage: str) -> jax.ShapeDtypeStruct:
         """Return shape, dtype and sharding of a leaf's stage as stored."""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
-from jfsdp.layout.mesh import PIPE
+from jfsdp.layout.mesh import DATA_AXES, PIPE
 from jfsdp.layout.wire import Wire
 
 DEVICE, HOST = "device", "pinned_host"
@@ -52,7 +52,8 @@ class Cut:
 
     Attributes:
       dim: of the leaf's shape, including layer dims.
-      axis: the mesh axis that cuts it. No gather or reduction of the leaf runs over this axis.
+      axis: the mesh axis that cuts it. No gather or reduction of the leaf runs over this axis. A data axis (`expert`)
+        may cut leaves too: a device then computes with its part on rows of all devices of the axis.
       parts: the size of that axis.
       reason: the origin of the request.
     """
@@ -135,9 +136,19 @@ class Leaf:
             shape[self.dim] //= pieces
         return tuple(shape)
 
+    @property
+    def row_cuts(self) -> tuple[Cut, ...]:
+        """The cuts over data axes."""
+        return tuple(cut for cut in self.cuts if cut.axis in DATA_AXES)
+
+    @property
+    def model_cuts(self) -> tuple[Cut, ...]:
+        """The cuts over model axes."""
+        return tuple(cut for cut in self.cuts if cut.axis not in DATA_AXES)
+
     def cut_spec(self, sliced: int = 0) -> PartitionSpec:
-        """Return the spec of the cuts, without data axes."""
-        return make_spec(len(self.shape), self.cuts, sliced=sliced)
+        """Return the spec of the cuts over model axes."""
+        return make_spec(len(self.shape), self.model_cuts, sliced=sliced)
 
     @property
     def padding_share(self) -> float:

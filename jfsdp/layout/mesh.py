@@ -1,12 +1,12 @@
 """Device meshes and the roles of their axes.
 
-The axes, from outer to inner: `pipe`, `replica`, `fsdp`, `context`, `tensor`. Outer axes span hosts, inner axes stay on
-the fast links inside a host. In a mesh they are in the order in which a step's `shard_map`s make them manual, with
-`pipe` after the data axes: XLA (0.12) aborts if an axis comes before others that are made manual earlier. Code asks for
-the role of an axis ("the batch is split over ..."), never for a literal name.
+The axes, from outer to inner: `pipe`, `replica`, `fsdp`, `expert`, `context`, `tensor`. Outer axes span hosts, inner
+axes stay on the fast links inside a host. In a mesh they are in the order in which a step's `shard_map`s make them
+manual, with `pipe` after the data axes: XLA (0.12) aborts if an axis comes before others that are made manual earlier.
+Code asks for the role of an axis ("the batch is split over ..."), never for a literal name.
 
-The state is split, and gradients are summed, over the data axes. Two of them split the rows of a batch, and `context`
-splits the tokens of a row.
+The state is split, and gradients are summed, over the data axes. Three of them split the rows of a batch, and
+`context` splits the tokens of a row. `expert` also cuts the weights of experts, whose gradients are not summed over it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from jfsdp.arguments import checked
 from jfsdp.launch.hosts import hosts
 from jfsdp.layout.limits import check_number
 
-PIPE, CONTEXT = "pipe", "context"
-ROW_AXES = ("replica", "fsdp")  # the rows of a batch are split over these
+PIPE, CONTEXT, EXPERT = "pipe", "context", "expert"
+ROW_AXES = ("replica", "fsdp", EXPERT)  # the rows of a batch are split over these
 DATA_AXES = (*ROW_AXES, CONTEXT)  # the batch is split over these
 AXES = (*DATA_AXES, PIPE, "tensor")
 OUTER_FIRST = (PIPE, *DATA_AXES, "tensor")
-GROUP_AXES = ("fsdp", CONTEXT)  # a strategy shards over these and replicates over the other data axes
+GROUP_AXES = ("fsdp", EXPERT, CONTEXT)  # a strategy shards over these and replicates over the other data axes
 MODEL_AXES = ("tensor", PIPE)  # the model is split over these: its computation, or its layers
+CUT_AXES = (*MODEL_AXES, EXPERT)  # these may cut leaves
 SHARED_AXES = (*MODEL_AXES, CONTEXT)  # the devices along these share rows, and send activations
-_MEANT = {"dp": "replica", "dp_replicate": "replica", "dp_shard": "fsdp", "tp": "tensor", "pp": PIPE}
+_MEANT = {"dp": "replica", "dp_replicate": "replica", "dp_shard": "fsdp", "tp": "tensor", "pp": PIPE, "ep": EXPERT}
 _MEANT |= {"cp": CONTEXT, "sp": CONTEXT, "sequence": CONTEXT, "ulysses": CONTEXT}
 _PLACES = [OUTER_FIRST.index(axis) for axis in AXES]
 _MOST_PARTS = 32  # of an axis: each is at least 2, and no mesh has 2**32 devices
@@ -89,21 +90,22 @@ def make_mesh(
     pipe: int = 1,
     replica: int = 1,
     fsdp: int = -1,
+    expert: int = 1,
     context: int = 1,
     tensor: int = 1,
     sharding_factor: int | None = None,
     devices: Sequence[Any] | None = None,
     **unknown: int,
 ) -> Mesh:
-    """Arrange devices into the mesh (replica, fsdp, context, pipe, tensor).
+    """Arrange devices into the mesh (replica, fsdp, expert, context, pipe, tensor).
 
-    Devices of one host are neighbours along the inner axes, so that `tensor`, then `context` and `fsdp` use the links
-    inside a host, and `replica` and `pipe` cross hosts, for any assignment of processes to hosts.
+    Devices of one host are neighbours along the inner axes, so that `tensor`, then `context`, `expert` and `fsdp` use
+    the links inside a host, and `replica` and `pipe` cross hosts, for any assignment of processes to hosts.
 
     Cost: for devices of several processes, that of `jfsdp.launch.hosts.hosts`: every process must make the mesh.
 
     Args:
-      pipe, replica, fsdp, context, tensor: axis sizes; at most one is -1 and takes the rest of the devices.
+      pipe, replica, fsdp, expert, context, tensor: axis sizes; at most one is -1 and takes the rest of the devices.
       sharding_factor: shard over groups of this many neighbouring devices: axis `fsdp` gets this size, and `replica`
         the rest of `replica * fsdp`.
       devices: the devices to use; default all of `jax.devices()`. May be devices of a deviceless topology.
@@ -121,7 +123,7 @@ def make_mesh(
         raise TypeError(f"devices has {other[0]!r} (a {type(other[0]).__name__}); pass devices of jax.devices()")
     if len(set(devices)) < len(devices):
         raise ValueError("devices has a device twice; pass each one once, as jax.devices() returns them")
-    sizes = {PIPE: pipe, "replica": replica, "fsdp": fsdp, CONTEXT: context, "tensor": tensor}
+    sizes = {PIPE: pipe, "replica": replica, "fsdp": fsdp, EXPERT: expert, CONTEXT: context, "tensor": tensor}
     sizes = resolve_sizes(sizes, len(devices))
     sizes = sizes if sharding_factor is None else regroup(sizes, sharding_factor)
     shape = tuple(sizes[axis] for axis in OUTER_FIRST)
@@ -247,7 +249,7 @@ def row_shares(mesh: Mesh | AbstractMesh) -> dict[int, int]:
 def model_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
     """Allow a model to state shardings as bare PartitionSpecs while it is traced, if the mesh has model axes.
 
-    Axis `context` counts here: attention reads it (`jfsdp.over_context`).
+    Axes `context` and `expert` count here: attention and experts read them (`jfsdp.over_context`, `jfsdp.experts`).
     Moves no data. If these axes have size 1, no mesh is set, so that programs are the same as without. A mesh that
     the user has set stays set if it has the same axes, and is hidden otherwise, since the state is not on its axes.
 
@@ -260,7 +262,7 @@ def model_mesh(mesh: Mesh | AbstractMesh) -> Iterator[None]:
             f"a mesh with Explicit axes {there.axis_names} is set (jax.set_mesh), but an unmodified model can only be "
             "traced on Auto axes; call jfsdp outside of it, or set a mesh with axis_types=(AxisType.Auto, ...)"
         )
-    if model_axes(mesh) or num_contexts(mesh) > 1:
+    if model_axes(mesh) or math.prod(mesh.shape[axis] for axis in axes_of(mesh, (EXPERT, CONTEXT))) > 1:
         here = mesh if isinstance(mesh, AbstractMesh) else mesh.abstract_mesh
     elif there.empty or dict(there.shape) == dict(mesh.shape):
         yield
@@ -323,11 +325,11 @@ def regroup(sizes: Mapping[str, int], sharding_factor: int) -> dict[str, int]:
     Raises:
       ValueError: if `sharding_factor` does not divide the number of data shards.
     """
-    num_shards = num_data_shards(sizes)
+    num_shards = sizes.get("replica", 1) * sizes.get("fsdp", 1)
     if sharding_factor < 1 or num_shards % sharding_factor:
         divisors = ", ".join(str(n) for n in range(1, num_shards + 1) if num_shards % n == 0)
         raise ValueError(
-            f"sharding_factor={sharding_factor} does not divide the {num_shards} devices of axes {ROW_AXES}; use one "
-            f"of {divisors}"
+            f"sharding_factor={sharding_factor} does not divide the {num_shards} devices of axes 'replica' and "
+            f"'fsdp'; use one of {divisors}"
         )
     return {**sizes, "replica": num_shards // sharding_factor, "fsdp": sharding_factor}

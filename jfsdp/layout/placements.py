@@ -15,7 +15,7 @@ from jfsdp.layout.codec import Codec, scales_of
 from jfsdp.layout.cuts import AxisRules, find_dim, part_cuts
 from jfsdp.layout.leaf import Cut
 from jfsdp.layout.lora import Adapter
-from jfsdp.layout.mesh import AXES, DATA_AXES, MODEL_AXES
+from jfsdp.layout.mesh import AXES, CUT_AXES, DATA_AXES
 from jfsdp.layout.select import Selectors, select_leaves
 from jfsdp.layout.strategy import STRATEGIES, Split, Strategy, get_strategy
 
@@ -115,12 +115,12 @@ class Placed:
         if self.spec is None:
             return None
         reason = f"placements {self.by}"
-        return [(dim, axis, reason) for dim, axes in enumerate(self.spec) for axis in axes if axis in MODEL_AXES]
+        return [(dim, axis, reason) for dim, axes in enumerate(self.spec) for axis in axes if axis in CUT_AXES]
 
     @property
     def split(self) -> list[tuple[int, tuple[str, ...]]]:
         """The dims that a PartitionSpec splits over other axes, with these axes."""
-        found = [(dim, tuple(one for one in axes if one not in MODEL_AXES)) for dim, axes in enumerate(self.spec or ())]
+        found = [(dim, tuple(one for one in axes if one not in CUT_AXES)) for dim, axes in enumerate(self.spec or ())]
         return [(dim, axes) for dim, axes in found if axes]
 
 

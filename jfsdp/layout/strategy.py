@@ -8,13 +8,14 @@ strategy has a default, determines stage `kept`, between a unit's forward and ba
 from __future__ import annotations
 
 import dataclasses
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 
 from jfsdp.arguments import did_you_mean
-from jfsdp.layout.mesh import CONTEXT, DATA_AXES, GROUP_AXES, ROW_AXES
+from jfsdp.layout.mesh import CONTEXT, DATA_AXES, EXPERT, GROUP_AXES
 
 
 class Split(Enum):
@@ -197,15 +198,17 @@ def get_strategy(
 
 
 def _check_mesh(name: str | int, other: OtherName, sizes: Mapping[str, int]) -> None:
-    replica, context = sizes.get("replica", 1), sizes.get(CONTEXT, 1)
-    num, rest = replica * sizes.get("fsdp", 1), f",{CONTEXT}={context}" if context > 1 else ""
+    replica, num = sizes.get("replica", 1), sizes.get("replica", 1) * sizes.get("fsdp", 1)
+    others = {axis: sizes[axis] for axis in (EXPERT, CONTEXT) if sizes.get(axis, 1) > 1}
+    rest = "".join(f",{axis}={size}" for axis, size in others.items())
     if other.replicated in (None, replica > 1):
         return
     shown = f"replica={replica},fsdp={num // replica}{rest}"
     if replica > 1:
         raise ValueError(
-            f"strategy {name!r} shards over all {num * context} devices, but mesh {shown} replicates over axis "
-            f"'replica'; use mesh fsdp={num}{rest}, or strategy {other.strategy!r} to keep {replica} replicas"
+            f"strategy {name!r} shards over all {math.prod((num, *others.values()))} devices, but mesh {shown} "
+            f"replicates over axis 'replica'; use mesh fsdp={num}{rest}, or strategy {other.strategy!r} to keep "
+            f"{replica} replicas"
         )
     groups = next((n for n in range(2, num + 1) if num % n == 0), 2)
     meant = f"mesh replica={groups},fsdp={num // groups}{rest}" if num > 1 else "a mesh with replica > 1"
@@ -225,8 +228,8 @@ def _with_opt_over(strategy: Strategy, given: str | int, opt_over: Sequence[str]
             f"opt_over={','.join(opt_over)!r} splits optimizer states, and so does strategy {given!r}; leave "
             f"it out, or use {', '.join(one.name for one in _TABLE[1:])}"
         )
-    # Axis `context` belongs to the group of `fsdp`.
-    axes = {("fsdp",): Split.GROUP, ROW_AXES: Split.ALL}.get(tuple(opt_over), tuple(opt_over))
+    # Axes `expert` and `context` belong to the group of `fsdp`.
+    axes = {("fsdp",): Split.GROUP, ("replica", "fsdp"): Split.ALL}.get(tuple(opt_over), tuple(opt_over))
     grad = strategy.grad if strategy.grad is Split.PARTIAL else axes
     name = f"{strategy.name}, opt_over={'/'.join(opt_over)}"
     return dataclasses.replace(strategy, name=name, grad=grad, opt=axes)

@@ -29,7 +29,7 @@ class Job:
         `jfsdp.Loss`. An aux value `correct` is shown as accuracy.
       batch: `f(batch_size, seq_len) -> pytree of jax.ShapeDtypeStruct`, the shapes of one global batch.
       units: the `units` argument of `fully_shard`.
-      axis_rules, placements: the arguments of `fully_shard` for axis `tensor`.
+      axis_rules, placements: the arguments of `fully_shard` for axes `tensor` and `expert`.
       optimizer: `f(learning_rate or schedule) -> optax.GradientTransformation`. The script's `--optimizer` replaces it.
       name: name in messages and run directories.
       eval_loss: loss for evaluation: without dropout, with stored batch statistics. None: `loss`.
@@ -58,6 +58,8 @@ class Job:
         of jfsdp, for rows that mesh axis `context` splits (docs/context.md). None: the model calls them itself.
       with_dot_general: `f(model, dot_general) -> model`: `model` with this function for the products of its layers'
         projections, for `--matmul float8`. None: the model names `jfsdp.float8_dot_general` itself, or has none.
+      with_experts: `f(model, experts) -> model`: `model` with `jfsdp.experts`, for a mixture of experts. None: the
+        model calls it itself, or has no experts.
       cache: `f(rows, length, dtype) -> pytree of jax.ShapeDtypeStruct`, the KV cache of generation; arrays are
         [rows .. heads length size], and zeros are an empty cache. The model is then called as `model(tokens [B T],
         positions=[B T], cache=, lengths=[B]) -> (logits [B V] of each row's last token, cache)`: with prompts, padded
@@ -92,6 +94,7 @@ class Job:
     placements: Mapping[Any, Any] | None = None
     in_context: Callable[..., Any] | None = None
     with_dot_general: Callable[..., Any] | None = None
+    with_experts: Callable[..., Any] | None = None
     cache: Callable[..., Any] | None = None
     decay_mask: Callable[[Any], Any] | None = None
 

@@ -258,9 +258,12 @@ def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     from jfsdp.context.rows import positions, whole_rows
     from jfsdp.layout.mesh import num_contexts
     from jfsdp.layout.placements import placements
+    from jfsdp.moe import experts
     from jfsdp.train.fully_shard import fully_shard
 
     job = dataclasses.replace(job, model=with_matmul(options, job, mesh))
+    if job.with_experts is not None:
+        job = dataclasses.replace(job, model=job.with_experts(job.model, experts))
     if job.in_context is not None and num_contexts(mesh) > 1:
         functions = {"over_context": over_context, "positions": positions, "whole_rows": whole_rows}
         job = dataclasses.replace(job, model=job.in_context(job.model, attention=attention, **functions))

@@ -157,7 +157,7 @@ class Backward:
 
     def leftover_shapes(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Return shapes and dtypes of the gradients that `begin` takes."""
-        return self.step.engine.layout.full_shapes(self.sums.trained(self.step.order_back[-1][0]))
+        return self.step.engine.shapes(self.sums.trained(self.step.order_back[-1][0]))
 
     def end(self) -> None:
         """Reduce the waiting gradients, or leave them."""

@@ -10,9 +10,9 @@ import jax
 
 from jfsdp.compat import core
 from jfsdp.engine.driver.program import Block, Call, Code, Item, Loop
+from jfsdp.engine.engine import Engine
 from jfsdp.engine.unit import Arrays, Linear, apply_remat, linearize, part, weave
 from jfsdp.jaxprs import is_literal
-from jfsdp.layout.layout import Layout
 from jfsdp.layout.units import ROOT
 
 
@@ -23,8 +23,8 @@ class Derivatives:
       fixed: by item, the residuals that are equal in every iteration of its loop.
     """
 
-    def __init__(self, layout: Layout, block: Block):
-        self.layout = layout
+    def __init__(self, engine: Engine, block: Block):
+        self.engine, self.layout = engine, engine.layout
         blocks = [block, *(item.body for item in block.items if isinstance(item, Loop))]
         calls = [item for one in blocks for item in one.items if isinstance(item, Call)]
         reads = collections.Counter(atom for call in calls for atom in call.inputs if not is_literal(atom))
@@ -40,7 +40,7 @@ class Derivatives:
         """Return shapes and dtypes of the gathered weights of a call or of code."""
         names: Sequence[str] = getattr(item, "weights", ())
         shards = item.shards if isinstance(item, Call) else dict.fromkeys(names, 0)
-        return self.layout.full_shapes(shards)
+        return self.engine.shapes(shards)
 
     def prepare(self, item: Item, known: Mapping[Any, Any]) -> None:
         """Trace an item of a loop, and compute the residuals that depend only on `known`, the loop's constants."""

@@ -48,7 +48,7 @@ class Step:
         inputs, root = self.block.inputs, sorted(engine.layout.unit(ROOT).leaves)
         self.root_vars = dict(zip(root, inputs[len(inputs) - len(root) :], strict=True))
         self.shard_vars = {path: inputs[place] for place, path in shards.items()}
-        self.derivatives = Derivatives(engine.layout, block)
+        self.derivatives = Derivatives(engine, block)
         is_trained = self.derivatives.is_trained
         if engine.layout.policy(ROOT).reshard_after_forward:
             part_weights(self.block, self.root_vars)

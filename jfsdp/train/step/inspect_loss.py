@@ -19,6 +19,7 @@ from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import CONTEXT, MODEL_AXES, ROW_AXES, is_axis, model_axes
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.units import ROOT
+from jfsdp.moe import SUMMED
 from jfsdp.train.step.loss import Loss, as_loss
 from jfsdp.train.step.token_rules import context_bytes
 
@@ -33,7 +34,7 @@ class Survey:
     Attributes:
       is_sum: whether the loss is a sum with its weight, not a scalar.
       no_sum: why the loss cannot be summed over devices; None if it can.
-      has_statistics: whether the model's state depends on the rows.
+      has_statistics: whether the model's state, or a sum over devices, depends on the rows.
       draws: whether the loss depends on the rng keys in the model's state.
       draws_alike: whether the loss draws from keys that are equal on several devices: neither in the state nor in rows;
         with axis `context` also those in rows, whose tokens are on several devices.
@@ -89,8 +90,10 @@ def survey(
     known_draws = {id(eqn) for eqn in own if jaxprs.draws(eqn)}
     stated = jaxprs.stated_axes(jaxpr, but=f"{SCOPE}.")
     after = slice(len(by_rows) - len(states), None)
+    is_sum = [eqn.params.get("name") == SUMMED for eqn in jaxprs.all_eqns(jaxpr)]
+    by_local = jaxprs.depends_on(jaxpr, trace.is_row, carries=_is_local) if any(is_sum) else by_rows
     num_shards = layout.num_shards(layout.data_axes)
-    is_local = [mark and num_shards > 1 for mark in by_rows[after]]  # one data shard has all rows
+    is_local = [mark and num_shards > 1 for mark in by_local[after]]  # one data shard has all rows
     problem = (
         _stated_problem(stated, has_model_axes=bool(model_axes(apply.engine.mesh)))
         or _unread_problem(jaxpr)
@@ -123,7 +126,7 @@ def survey(
     return Survey(
         trace.is_sum,
         no_sum,
-        any(by_rows[after]),
+        any(is_sum) or any(by_rows[after]),
         by_keys[0],
         any(jaxprs.draws(eqn) and id(eqn) not in known_draws for eqn in jaxprs.all_eqns(jaxpr)),
         problem,
@@ -170,6 +173,11 @@ def _products(layout: Layout, traced: Traced) -> dict[str, str]:
             is_float8 = all(jnp.dtype(atom.aval.dtype).itemsize == 1 for atom in dots[0].invars)
             found[path] = reason if is_float8 or reason else float8.NOT_CHOSEN
     return found
+
+
+def _is_local(eqn: Any, var: Any) -> bool:
+    """Return whether a value that depends on rows may differ between devices."""
+    return eqn.params.get("name") != SUMMED
 
 
 def _repeats(layout: Layout, traced: Any) -> bool:
@@ -305,7 +313,7 @@ def _state_problem(
 ) -> str | None:
     for name, rows_reach, keys_reach, at in zip(names, by_rows, by_keys, origins, strict=True):
         if rows_reach:
-            return f"the model's state {name} depends on the rows of the batch"
+            return f"the model's state {name} depends on the rows of the batch (other than by jfsdp.sum_over_devices)"
         if name in keys and (at is None or inputs[at] != name):
             return f"the model changes its rng key {name}"
         if keys_reach and name not in keys:

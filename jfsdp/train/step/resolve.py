@@ -35,7 +35,7 @@ from jfsdp.engine.spec import MANUAL, XLA, StepSpec
 from jfsdp.engine.unit import Arrays
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.mesh import CONTEXT, DATA_AXES, PIPE, axes_of, crosses_hosts, model_axes
+from jfsdp.layout.mesh import CONTEXT, DATA_AXES, EXPERT, PIPE, axes_of, crosses_hosts, model_axes
 from jfsdp.train.step.config import StepConfig
 from jfsdp.train.step.gradients import Gradients, explain_axis_errors
 from jfsdp.train.step.inspect_loss import LossFn, Survey, first_rows, survey
@@ -146,7 +146,9 @@ def check_needs(layout: Layout, config: StepConfig) -> list[str]:
     """
     found = [] if config.prefetch is None else [f"prefetch={config.prefetch!r}"]
     found += [f"storage={layout.storage!r}"] if layout.buffers else []
-    found += [f"mesh axis {PIPE!r} (size {layout.num_stages})"] if layout.num_stages > 1 else []
+    for axis in (PIPE, EXPERT):
+        size = layout.num_shards([axis])
+        found += [f"mesh axis {axis!r} (size {size})"] if size > 1 else []
     for leaf in layout.leaves:
         gather, reduce = leaf.gather_wire, leaf.reduce_wire
         if reduce or (gather and gather.between):

@@ -1,0 +1,146 @@
+"""Mixture of experts: a layer's feed-forward as experts, of which a router chooses k for each token.
+
+The function that moves tokens to experts is passed to the model (`jfsdp.experts` with the scripts here). Without one,
+every expert computes every token.
+Named values for remat policies: mlp_hidden (gate and up of the experts), and those of the function.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from .elementwise import swiglu
+from .llama_config import LlamaConfig
+from .over_tensor import over_tensor
+
+ExpertsFn = Callable[..., tuple[jax.Array, Any]]
+
+
+class Routed(NamedTuple):
+    """Sums over the layers before.
+
+    Attributes:
+      loss: [B T], balance and z-losses, with their coefficients.
+      dropped: scalar, the number of dropped copies.
+      load: scalar, the largest load of an expert, in multiples of the mean.
+    """
+
+    loss: jax.Array
+    dropped: jax.Array
+    load: jax.Array
+
+
+class EachExpert(NamedTuple):
+    """The balance loss, z-loss and metrics of `every_expert`; see `jfsdp.experts`."""
+
+    balance: jax.Array
+    z: jax.Array
+    dropped: jax.Array
+    load: jax.Array
+
+
+def not_routed(tokens: jax.Array) -> Routed:
+    """Return the sums before the first layer. Layout: tokens [B T]."""
+    zero = jnp.zeros((), jnp.float32)
+    return Routed(jnp.zeros(tokens.shape, jnp.float32), zero, zero)
+
+
+def every_expert(
+    x: jax.Array,
+    router_logits: jax.Array,
+    ffn: Callable[[jax.Array], jax.Array],
+    *,
+    k: int,
+    normalize: bool,
+    capacity: float | None,
+    mask: jax.Array | None = None,
+) -> tuple[jax.Array, EachExpert]:
+    """Compute each token by all experts, and sum the results of the k chosen ones.
+
+    Layout:  x [B T D], router_logits [B T E] -> [B T D]
+    Cost:    E/k times the products that are needed.
+
+    Raises:
+      ValueError: for a capacity.
+    """
+    if capacity is not None:
+        raise ValueError(
+            f"LlamaConfig.capacity={capacity}: without a function for experts, no copy is dropped; pass "
+            "experts=jfsdp.experts to the model, or capacity=None"
+        )
+    num, scores = router_logits.shape[-1], jax.nn.softmax(router_logits, -1)
+    top, chosen = jax.lax.top_k(scores, k)
+    top = top / jnp.sum(top, -1, keepdims=True) if normalize else top
+    is_chosen = jax.nn.one_hot(chosen, num, dtype=scores.dtype)
+    is_chosen = is_chosen if mask is None else is_chosen * mask[..., None, None]
+    y = ffn(jnp.broadcast_to(x.reshape(1, -1, x.shape[-1]), (num, x.shape[0] * x.shape[1], x.shape[-1])))
+    weights = jnp.einsum("btk,btke->bte", top, is_chosen).astype(x.dtype)
+    out = jnp.einsum("bte,ebtd->btd", weights, y.reshape(num, *x.shape))
+    counts = jax.lax.stop_gradient(jnp.sum(is_chosen, (0, 1, 2)))
+    share = counts / jnp.maximum(jnp.sum(counts), 1)
+    balance, z = num * (scores @ share), jax.nn.logsumexp(router_logits, -1) ** 2
+    return out, EachExpert(balance, z, jnp.zeros(()), jnp.max(share) * num)
+
+
+class Experts(nnx.Module):
+    """The SwiGLUs of the experts, by batched products; weights are stacked along dim 0. Layout: [E N D] -> [E N D]."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, gain: float):
+        def weight(num_in: int, num_out: int, gain: float = 1.0) -> nnx.Param:
+            init = nnx.initializers.variance_scaling(gain**2, "fan_in", "truncated_normal", batch_axis=0)
+            return nnx.Param(init(rngs.params(), (config.num_experts or 0, num_in, num_out), jnp.float32))
+
+        self.gate_proj = weight(config.dim, config.ffn_dim)
+        self.up_proj = weight(config.dim, config.ffn_dim)
+        self.down_proj = weight(config.ffn_dim, config.dim, gain)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        if x.shape[0] != self.gate_proj.shape[0]:
+            raise ValueError(
+                f"{self.gate_proj.shape[0]} experts are on each device and tokens of {x.shape[0]}; pass "
+                "experts=jfsdp.experts to the model where mesh axis 'expert' cuts the experts"
+            )
+        wide = (jnp.einsum("end,edf->enf", x, proj[...]) for proj in (self.gate_proj, self.up_proj))
+        gate, up = (jax.ad_checkpoint.checkpoint_name(over_tensor(y, -1), "mlp_hidden") for y in wide)
+        return jnp.einsum("enf,efd->end", swiglu(gate, up), self.down_proj[...])
+
+
+class Router(nnx.Module):
+    """The scores of the experts, in float32. Layout: [B T D] -> [B T E]."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
+        self.kernel = nnx.Param(init(rngs.params(), (config.dim, config.num_experts or 0), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        return x.astype(dtype) @ self.kernel[...].astype(dtype)
+
+
+class MoE(nnx.Module):
+    """A router and its experts, in place of an MLP."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, gain: float, experts: ExpertsFn | None):
+        self.config, self.run = config, every_expert if experts is None else experts
+        self.router = Router(config, rngs=rngs)
+        self.experts = Experts(config, rngs=rngs, gain=gain)
+
+    def __call__(
+        self, x: jax.Array, routed: Routed, real: jax.Array | None, *, drops: bool
+    ) -> tuple[jax.Array, Routed]:
+        """Return the result, and `routed` with the losses and metrics of this layer.
+
+        Args:
+          real: `[B T]`, whether each token is not padding; None: no padding.
+          drops: whether copies beyond the capacity are dropped.
+        """
+        config = self.config
+        run = partial(self.run, k=config.experts_per_token, normalize=config.normalize_experts, mask=real)
+        y, found = run(x, self.router(x), self.experts, capacity=config.capacity if drops else None)
+        loss = (config.balance_loss * found.balance + config.z_loss * found.z) / config.num_layers
+        sums = Routed(routed.loss + loss, routed.dropped + found.dropped, jnp.maximum(routed.load, found.load))
+        return y, Routed(*(new.astype(old.dtype) for new, old in zip(sums, routed, strict=True)))
