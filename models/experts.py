@@ -21,10 +21,10 @@ ExpertsFn = Callable[..., tuple[jax.Array, Any]]
 
 
 class Routed(NamedTuple):
-    """Sums over the layers before.
+    """Losses and metrics of routers, of one layer or summed over layers.
 
     Attributes:
-      loss: [B T], balance and z-losses, with their coefficients.
+      loss: [B T] float32, balance and z-losses, with their coefficients.
       dropped: scalar, the number of dropped copies.
       load: scalar, the largest load of an expert, in multiples of the mean.
     """
@@ -32,6 +32,11 @@ class Routed(NamedTuple):
     loss: jax.Array
     dropped: jax.Array
     load: jax.Array
+
+    def add(self, layer: "Routed") -> "Routed":
+        """Add those of a layer."""
+        sums = self.loss + layer.loss, self.dropped + layer.dropped, jnp.maximum(self.load, layer.load)
+        return Routed(*(new.astype(old.dtype) for new, old in zip(sums, self, strict=True)))
 
 
 class EachExpert(NamedTuple):
@@ -129,10 +134,8 @@ class MoE(nnx.Module):
         self.router = Router(config, rngs=rngs)
         self.experts = Experts(config, rngs=rngs, gain=gain)
 
-    def __call__(
-        self, x: jax.Array, routed: Routed, real: jax.Array | None, *, drops: bool
-    ) -> tuple[jax.Array, Routed]:
-        """Return the result, and `routed` with the losses and metrics of this layer.
+    def __call__(self, x: jax.Array, real: jax.Array | None, *, drops: bool) -> tuple[jax.Array, Routed]:
+        """Return the result, and the losses and metrics of the router.
 
         Args:
           real: `[B T]`, whether each token is not padding; None: no padding.
@@ -142,5 +145,4 @@ class MoE(nnx.Module):
         run = partial(self.run, k=config.experts_per_token, normalize=config.normalize_experts, mask=real)
         y, found = run(x, self.router(x), self.experts, capacity=config.capacity if drops else None)
         loss = (config.balance_loss * found.balance + config.z_loss * found.z) / config.num_layers
-        sums = Routed(routed.loss + loss, routed.dropped + found.dropped, jnp.maximum(routed.load, found.load))
-        return y, Routed(*(new.astype(old.dtype) for new, old in zip(sums, routed, strict=True)))
+        return y, Routed(loss, found.dropped, found.load)

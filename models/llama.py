@@ -298,18 +298,16 @@ class DecoderLayer(nnx.Module):
         rope: Rope,
         documents: Any,
         cache: Cache | None = None,
-        *,
-        routed: Routed | None = None,
         real: jax.Array | None = None,
     ) -> Any:
-        """Return `x`, and with experts `routed`, and with a cache the cache."""
+        """Return `x`, and with a cache the cache, otherwise with experts their `Routed`."""
         chunk = self.config.token_chunk if cache is None else None
         attended, cache = self.attn(by_chunks(self._project, chunk, x, *rope), documents, cache)
-        if routed is None:
+        if isinstance(self.mlp, MLP):
             x = by_chunks(self._feed_forward, chunk, x, attended)
             return x if cache is None else (x, cache)
         x = self._attend(x, attended)
-        y, routed = self.mlp(whole_rows(self.mlp_norm(x)), routed, real, drops=cache is None)
+        y, routed = self.mlp(whole_rows(self.mlp_norm(x)), real, drops=cache is None)
         return x + split_tokens(y), routed if cache is None else cache
 
     def _project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, ...]:
@@ -433,15 +431,14 @@ class Llama(nnx.Module):
     def _extend(
         self, x: jax.Array, rope: Rope, positions: jax.Array, cache: Cache, real: jax.Array
     ) -> tuple[jax.Array, Cache]:
-        routed = None if self.config.num_experts is None else not_routed(real)
         if isinstance(self.layers, nnx.List):
             for number, layer in enumerate(self.layers):
-                x, cache = layer(x, rope, positions, cache.at(number), routed=routed, real=real)
+                x, cache = layer(x, rope, positions, cache.at(number), real)
             return x, cache
 
         @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, None), out_axes=nnx.Carry)
         def scan_layers(carry, layer, number, rope, positions):
-            return layer(carry[0], rope, positions, carry[1].at(number), routed=routed, real=real)
+            return layer(carry[0], rope, positions, carry[1].at(number), real)
 
         return scan_layers((x, cache), self.layers, jnp.arange(self.config.num_layers), rope, positions)
 
@@ -451,8 +448,11 @@ class Llama(nnx.Module):
         def run(
             carry: Any, layer: DecoderLayer, rope: Rope, documents: Any, real: Any
         ) -> tuple[jax.Array, Routed | None]:
-            out = layer(carry[0], rope, documents, routed=carry[1], real=real)
-            return (out, None) if carry[1] is None else out
+            x, routed = carry
+            if routed is None:
+                return layer(x, rope, documents), None
+            x, found = layer(x, rope, documents, None, real)
+            return x, routed.add(found)
 
         carry = (x, routed)
         if isinstance(self.layers, nnx.List):
