@@ -126,14 +126,14 @@ def experts(
     y = jnp.concatenate([_at_experts(ffn, axes, *part) for part in moved], 2)
     with jax.named_scope(SCOPE):
         y = _collect(y.reshape(x.shape[0], num * places, -1), slot, copy, k)
-        total = checkpoint_name(sum_over_devices(jnp.sum(counts, 0).astype(jnp.float32)), PLACES)
-        share = total / jnp.maximum(jnp.sum(total), 1)
-        likely = scores / jnp.sum(scores, -1, keepdims=True)
-        balance, z = num * (likely @ share.astype(likely.dtype)), jax.nn.logsumexp(logits, -1) ** 2
-        if mask is not None:
-            balance, z = (jnp.where(mask, loss, 0.0) for loss in (balance, z))
-        dropped = jnp.sum(jnp.maximum(counts - places, 0)).astype(jnp.float32)
-        return y, Routing(balance, z, total, dropped, jnp.max(share) * num)
+    total = checkpoint_name(sum_over_devices(jnp.sum(counts, 0).astype(jnp.float32)), PLACES)
+    share = total / jnp.maximum(jnp.sum(total), 1)
+    likely = scores / jnp.sum(scores, -1, keepdims=True)
+    balance, z = num * (likely @ share.astype(likely.dtype)), jax.nn.logsumexp(logits, -1) ** 2
+    if mask is not None:
+        balance, z = (jnp.where(mask, loss, 0.0) for loss in (balance, z))
+    dropped = jnp.sum(jnp.maximum(counts - places, 0)).astype(jnp.float32)
+    return y, Routing(balance, z, total, dropped, jnp.max(share) * num)
 
 
 def _check(x: Any, logits: Any, k: int, capacity: float | None, parts: int) -> tuple[int, tuple[str, ...]]:

@@ -102,6 +102,8 @@ class LlamaConfig:
       normalize_experts: divide the router's k scores of a token by their sum (Hugging Face's `norm_topk_prob`).
       capacity: places of an expert for the tokens of a row, in multiples of `T k / E`, the mean; tokens beyond it pass
         the layer by. None: no limit, at E/k times the products. Generation has no limit.
+      expert_parts: number of equal parts of the places, whose all-to-alls over mesh axis `expert` can run beside the
+        products of others; see `jfsdp.experts`.
       balance_loss, z_loss: coefficients of the two losses of routers, each a mean over tokens and layers. Hugging
         Face's `router_aux_loss_coef` is 1/k of `balance_loss`.
       context_by: how mesh axis `context` splits attention: "heads" (all-to-alls), or "keys", for more devices than
@@ -136,6 +138,7 @@ class LlamaConfig:
     experts_per_token: int = 2
     normalize_experts: bool = True
     capacity: float | None = 1.25
+    expert_parts: int = 1
     balance_loss: float = 0.01
     z_loss: float = 0.0
 
@@ -176,7 +179,7 @@ class LlamaConfig:
             self._check_experts()
 
     def _check_experts(self) -> None:
-        require_counts(self, "num_experts", "experts_per_token")
+        require_counts(self, "num_experts", "experts_per_token", "expert_parts")
         require_bool(self, "normalize_experts")
         num, k, capacity = self.num_experts or 0, self.experts_per_token, self.capacity
         if k > num:

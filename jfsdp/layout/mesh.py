@@ -35,6 +35,7 @@ GROUP_AXES = ("fsdp", EXPERT, CONTEXT)  # a strategy shards over these and repli
 MODEL_AXES = ("tensor", PIPE)  # the model is split over these: its computation, or its layers
 CUT_AXES = (*MODEL_AXES, EXPERT)  # these may cut leaves
 SHARED_AXES = (*MODEL_AXES, CONTEXT)  # the devices along these share rows, and send activations
+SENT_AXES = (*SHARED_AXES, EXPERT)  # activations are sent over these
 _MEANT = {"dp": "replica", "dp_replicate": "replica", "dp_shard": "fsdp", "tp": "tensor", "pp": PIPE, "ep": EXPERT}
 _MEANT |= {"cp": CONTEXT, "sp": CONTEXT, "sequence": CONTEXT, "ulysses": CONTEXT}
 _PLACES = [OUTER_FIRST.index(axis) for axis in AXES]

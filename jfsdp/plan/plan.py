@@ -19,7 +19,7 @@ from jfsdp.arguments import Count, Size, checked
 from jfsdp.engine.options import is_gpu
 from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.layout import Layout
-from jfsdp.layout.mesh import SHARED_AXES, num_data_shards
+from jfsdp.layout.mesh import SENT_AXES, SHARED_AXES, num_data_shards
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.hlo.collectives import find_collectives
@@ -166,10 +166,10 @@ class Plan:
     def step_range_s(self) -> tuple[float, float] | None:
         """Estimated range of seconds, which contains the measured time of nine of ten published runs.
 
-        None if no published run was compared: for other GPUs, for meshes with axis `tensor`, `pipe` or `context`, and
-        for products in float8.
+        None if no published run was compared: for other GPUs, for meshes with axis `tensor`, `pipe`, `context` or
+        `expert`, and for products in float8.
         """
-        is_other = "float8" in self.products or self.layout.num_shards(SHARED_AXES) > 1
+        is_other = "float8" in self.products or self.layout.num_shards(SENT_AXES) > 1
         if self.cluster.gpu.name not in COMPARED_GPUS or is_other:
             return None
         low, high = CLOCK_RANGE

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jfsdp.extras import load
-from jfsdp.layout.mesh import SHARED_AXES
+from jfsdp.layout.mesh import SENT_AXES
 from jfsdp.plan.hlo.parse import Module, parse_module
 from jfsdp.plan.traffic.attribution import group_axes, split_activations
 
@@ -30,7 +30,7 @@ COLORS = {
     "host": "tab:olive",
 }
 ENDINGS = (".png", ".svg")
-_LANES = {"compute": "compute", "wire": "send", **{axis: axis for axis in SHARED_AXES}, "host": "host"}
+_LANES = {"compute": "compute", "wire": "send", **{axis: axis for axis in SENT_AXES}, "host": "host"}
 _JOINED = ("matmul", "attention", "memory")  # kinds whose adjacent events are drawn as one bar
 _MIN_SHARE = 0.01  # share of the step from which a loop has a panel
 _MAX_LOOPS = 2  # loops with a panel

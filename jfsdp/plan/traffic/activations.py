@@ -1,4 +1,4 @@
-"""Predict the activations that a step must send over axes `tensor`, `pipe` and `context`, from its trace.
+"""Predict the activations that a step must send over axes `tensor`, `pipe`, `context` and `expert`, from its trace.
 
 [Note: theory of activations]
 The trace states the sharding of the weights (from the layout) and of values that the model constrains. Propagation by
@@ -16,8 +16,8 @@ matmul over a sharded dim, say). Reading a value in another form costs a collect
   value added in between separates sums.
 - If another axis shards a value, only a device's part is sent.
 - A sum over two axes is reduced at once. It becomes replicated if one of the axes needs it replicated.
-- Explicit collectives count as written: a pipeline's over `pipe`, and attention's over `context`, which are in scope
-  `jfsdp.context`. A `pipe` sum of a pending `tensor` sum is one sum over both axes.
+- Explicit collectives count as written: a pipeline's over `pipe`, and, in scopes of their own, attention's over
+  `context` and those of experts over `expert`. A `pipe` sum of a pending `tensor` sum is one sum over both axes.
 - Unused values are not sent, but a loop sends in every iteration.
 - The optimizer's update is excluded, since it may mix the elements of a leaf.
 
@@ -33,12 +33,13 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from jfsdp import moe
 from jfsdp.compat import dce_jaxpr, manual_axes
 from jfsdp.context import rows as context
 from jfsdp.engine.engine import SCOPE
 from jfsdp.jaxprs import inner_jaxprs, is_literal, scan_counts
 from jfsdp.layout.layout import Layout
-from jfsdp.layout.mesh import CONTEXT, MODEL_AXES, OUTER_FIRST, SUB_AXES
+from jfsdp.layout.mesh import CONTEXT, EXPERT, MODEL_AXES, OUTER_FIRST, SUB_AXES
 from jfsdp.plan.hlo.collectives import PERMUTE, wire_bytes
 from jfsdp.plan.hlo.parse import hlo_dtype
 from jfsdp.plan.traffic.forms import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, Axis, Loop, Sum, num_bytes
@@ -95,8 +96,9 @@ class _Walk:
         rows = [axis for axis in layout.data_axes if axis != CONTEXT]
         self.rows = Axis(rows, layout.num_shards(rows))
         self.tokens = Axis((CONTEXT, *SUB_AXES[CONTEXT]), self.sizes.get(CONTEXT, 1))
+        self.experts = Axis((EXPERT, *SUB_AXES[EXPERT]), self.sizes.get(EXPERT, 1))  # rows have its forms
         self.model_axes = [Axis((axis,), self.sizes[axis]) for axis in _model_axes(layout)]
-        for axis in (*self.model_axes, self.tokens):
+        for axis in (*self.model_axes, self.tokens, self.experts):
             axis.send = functools.partial(self._send, axis)
         self.axes = (*self.model_axes, self.rows, self.tokens)
 
@@ -110,7 +112,8 @@ class _Walk:
 
     def _is_own(self, axis: Axis, eqn: Any) -> bool:
         """Return whether a collective over an axis is of activations."""
-        return axis is not self.tokens or context.SCOPE in str(eqn.source_info.name_stack)
+        scopes = {self.tokens: context.SCOPE, self.experts: moe.SCOPE}
+        return scopes.get(axis, "") in str(eqn.source_info.name_stack)
 
     def _add(self, kind: str, var: Any, size: float, axes: Collection[str], eqn: Any) -> None:
         """Record a sent value; one operation's collectives of a value over several axes are one collective."""
@@ -149,14 +152,14 @@ class _Walk:
             self.run(inner)
             self._pass(inner.outvars, eqn.outvars)
         else:
-            for axis in (*self.model_axes, self.tokens):
+            for axis in (*self.model_axes, self.tokens, self.experts):
                 if _is_collective(eqn, axis.names) and self._is_own(axis, eqn):
                     self._run_explicit(axis, eqn)
             for axis in self.axes:
                 axis.compute(eqn)
 
     def _run_explicit(self, axis: Axis, eqn: Any) -> None:
-        """Record an explicit collective over an axis, of the kinds that pipelines and attention use."""
+        """Record an explicit collective over an axis, of the kinds that pipelines, attention and experts use."""
         kind = _EXPLICIT.get(eqn.primitive.name)
         if kind is None:
             axis.unknown[eqn.primitive.name] = None
@@ -222,7 +225,7 @@ def find_activations(trace: Trace | None, layout: Layout) -> Activations:
     Args:
       trace: of the step, from `TrainStep.trace`; None: unknown, and the result is empty.
     """
-    if trace is None or not (_model_axes(layout) or CONTEXT in layout.data_axes):
+    if trace is None or not (_model_axes(layout) or {CONTEXT, EXPERT} & {*layout.data_axes}):
         return Activations((), ())
     jaxpr, _ = dce_jaxpr(trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True)  # used values only
     walk = _Walk(layout)

@@ -6,7 +6,8 @@ evidence is the unit in the engine's scopes (`jfsdp.gather.layers`), if the name
 compared with the leaves' stored, logical and sliced shapes. Among several leaves of that shape, the array goes to the
 one whose remaining expected elements fit best. So for a list of equal layers only the sums are certain, not the single
 rows. An array that fits no leaf is unknown, and is listed with its source line. A collective over model axes only
-(`tensor`), or of attention over `context`, belongs to no leaf: it moves activations (activations.py).
+(`tensor`), of attention over `context`, or of experts over `expert`, belongs to no leaf: it moves activations
+(activations.py).
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jfsdp.context.rows import SCOPE
+from jfsdp import moe
+from jfsdp.context import rows as context
 from jfsdp.engine.engine import SCALES
 from jfsdp.engine.movements import ALL_TO_ALL, GATHER, MATRICES, REDUCE, SCATTER, Move, wire_bytes
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf, cut_sizes
-from jfsdp.layout.mesh import CONTEXT, MODEL_AXES, OUTER_FIRST, SHARED_AXES
+from jfsdp.layout.mesh import CONTEXT, EXPERT, MODEL_AXES, OUTER_FIRST, SENT_AXES
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import PERMUTE, Collective
 from jfsdp.plan.hlo.op_names import find_scopes, split_names
@@ -172,13 +174,17 @@ def group_axes(layout: Layout, group: Sequence[int]) -> tuple[str, ...]:
 def split_activations(layout: Layout, item: Collective) -> tuple[Collective, Collective]:
     """Return a collective with those of its arrays that are activations, and with the others; XLA combines them.
 
-    Over model axes strategies move nothing. Over `context`, attention's arrays have its scope, or lost their name.
+    Over model axes strategies move nothing. Over `context` and `expert`, the arrays of attention and of experts have
+    their scope, or lost their name.
     """
     axes, names = set(group_axes(layout, item.group)), split_names(item.op_name, len(item.parts))
     are_own = [bool(axes) and axes <= set(MODEL_AXES)] * len(names)
-    if CONTEXT in axes and axes <= set(SHARED_AXES):
-        has_scope = SCOPE in item.op_name.partition("/(")[0]  # the part that combined names share
-        are_own = [has_scope or SCOPE in name or (item.kind == ALL_TO_ALL and not find_scopes(name)) for name in names]
+    if axes & {CONTEXT, EXPERT} and axes <= set(SENT_AXES):
+        shared = item.op_name.partition("/(")[0]  # the part that combined names share
+        scoped = [any(scope in shared + name for scope in (context.SCOPE, moe.SCOPE)) for name in names]
+        are_own = [
+            is_scoped or (item.kind == ALL_TO_ALL and not find_scopes(name)) for is_scoped, name in zip(scoped, names)
+        ]
 
     def only(is_own: bool) -> Collective:
         kept = [place for place, found in enumerate(are_own) if found is is_own]

@@ -31,7 +31,7 @@ from jfsdp.jaxprs import inner_jaxprs
 from jfsdp.layout.codec import SCALE_DTYPE
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.mesh import SHARED_AXES
+from jfsdp.layout.mesh import SENT_AXES
 from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import SCALARS_BYTES, Collective
 from jfsdp.plan.hlo.kept_weights import find_kept_weights
@@ -235,7 +235,7 @@ class Check:
         worst = _worst(row for row in ledger.rows if row.what == OWN)
         shown = ", ".join(f"{row.kind} {row.dtype} {gb(excess)}" for row, excess in worst)
         message = (
-            f"{gb(ledger.own_bytes)} per device and step over {', '.join(SHARED_AXES)}, but the model's computations "
+            f"{gb(ledger.own_bytes)} per device and step over {', '.join(SENT_AXES)}, but the model's computations "
             f"and constraints require {gb(ledger.own_bytes_theory)}; most of it: {shown}; constrain the sharding of "
             "the values that XLA moves with jax.lax.with_sharding_constraint (docs/tensor.md)"
         )
