@@ -242,7 +242,10 @@ def _kinds_of(old: Sequence[int], kinds: Sequence[str], new: Sequence[int]) -> t
 
 
 def _dot_general(eqn: Any, inputs: Sequence[Any], run: _Run) -> jax.Array:
-    """Compute `x . W` and `x . A . B` over the input dims, or `x . W^T` and its adapter over the output dims."""
+    """Compute `x . W` and `x . A . B` over the input dims, or `x . W^T` and its adapter over the output dims.
+
+    Stacks of matrices are multiplied by stacks of inputs: their dims are batch dims of all products.
+    """
     left, right = inputs
     (contracting, batch), is_left = eqn.params["dimension_numbers"], _is_adapted(left)
     if _is_adapted(left) and _is_adapted(right):
@@ -250,7 +253,9 @@ def _dot_general(eqn: Any, inputs: Sequence[Any], run: _Run) -> jax.Array:
     weight, x = (left, right) if is_left else (right, left)
     of_weight, of_x = (contracting[0], contracting[1]) if is_left else (contracting[1], contracting[0])
     over = {kind for kind in (IN, OUT) if sorted(of_weight) == weight.dims(kind)}
-    if not over or batch[0] or weight.dims(LAYER):
+    stack, of_stack = (batch[0], batch[1]) if is_left else (batch[1], batch[0])
+    num, stacks = len(stack), tuple(range(len(stack)))
+    if not over or list(stack) != weight.dims(LAYER):
         kinds = ", ".join(f"{size} ({kind})" for size, kind in zip(weight.weight.shape, weight.kinds, strict=True))
         _refuse(
             weight,
@@ -264,16 +269,17 @@ def _dot_general(eqn: Any, inputs: Sequence[Any], run: _Run) -> jax.Array:
     first, second = (weight.a, weight.b) if is_forward else (weight.b, weight.a)
     # The parts have the contracted dims in the weight's order, x in the order of the product.
     order = [dim for _, dim in sorted(zip(of_weight, of_x, strict=True))]
-    places = list(range(len(order))) if is_forward else list(range(1, len(order) + 1))
+    places = [num + place + (not is_forward) for place in range(len(order))]
     seen = x if weight.key is None else _dropped(x, weight.key, weight.adapter.dropout)
     with jax.named_scope("adapter"):
         precision = eqn.params["precision"]
-        inner = jax.lax.dot_general(seen, first, ((order, places), ((), ())), precision=precision)
-        rank = 0 if is_forward else second.ndim - 1
-        low = jax.lax.dot_general(inner, second, (([inner.ndim - 1], [rank]), ((), ())), precision=precision)
-    free = len(weight.weight.shape) - len(of_weight)
+        inner = jax.lax.dot_general(seen, first, ((order, places), (of_stack, stacks)), precision=precision)
+        rank = num if is_forward else second.ndim - 1
+        both = ([inner.ndim - 1], [rank]), (stacks, stacks)
+        low = jax.lax.dot_general(inner, second, both, precision=precision)
+    free = len(weight.weight.shape) - len(of_weight) - num
     if is_left:
-        low = jnp.moveaxis(low, range(low.ndim - free, low.ndim), range(free))
+        low = jnp.moveaxis(low, range(low.ndim - free, low.ndim), range(num, num + free))
 
     def product(x: Any) -> jax.Array:
         return run([weight.weight, x] if is_left else [x, weight.weight])[0]

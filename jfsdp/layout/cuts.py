@@ -203,9 +203,10 @@ def _checked(
 def part_cuts(adapter: Adapter, part: str, cuts: Sequence[Cut]) -> tuple[Cut, ...]:
     """Return the cuts of an adapter's part: its leaf's cuts of the dims that both have."""
     middle = adapter.stacked + adapter.num_in
+    stacks = tuple(cut for cut in cuts if cut.dim < adapter.stacked)
     if part == LAYER:
-        return ()
+        return stacks
     if part == A:
         return tuple(cut for cut in cuts if cut.dim < middle)
     removed = adapter.num_in - (1 if part == B else 0)
-    return tuple(dataclasses.replace(cut, dim=cut.dim - removed) for cut in cuts if cut.dim >= middle)
+    return stacks + tuple(dataclasses.replace(cut, dim=cut.dim - removed) for cut in cuts if cut.dim >= middle)

@@ -33,6 +33,8 @@ class LoRA:
         through W uses the masked input too, which takes one more product with W.
       rslora: the scale is alpha / sqrt(rank) (arXiv 2312.03732).
       dora: train the norm of each column of W + scale * A @ B separately from its direction (arXiv 2402.09353).
+      stacks: those targets whose first dim is a stack of matrices, such as experts: each matrix has an adapter of its
+        own. Layer dims do not count. Not with `dropout` or `dora`, which PEFT does not apply to them either.
       also: leaves of the model that are trained themselves, such as norms or a new head; `frozen=` must not match them.
       placement: the strategy of the adapters' leaves. They are small: replicated, they need no gather and one reduction
         of gradients per unit.
@@ -47,6 +49,7 @@ class LoRA:
     dora: bool = False
     also: Selectors = None
     placement: str | int | Strategy = "ddp"
+    stacks: Selectors = None
 
     def __post_init__(self) -> None:
         if not 0 < self.alpha < math.inf:
@@ -64,7 +67,7 @@ class Adapter:
 
     Attributes:
       path: the leaf's path.
-      stacked: how many of its leading dims are layer dims.
+      stacked: how many of its leading dims are layer dims, or the dim of a stack of matrices.
       num_in: how many dims after these take the input; the others are output dims.
       shape: the leaf's shape.
       alpha, rslora: they determine the scale.
@@ -174,10 +177,17 @@ def find_adapters(
     """
     found: dict[str, Adapter] = {}
     for lora in loras:
-        for path, num_in in _targets(lora, leaves, types).items():
+        targets = _targets(lora, leaves, types)
+        stacks = {} if lora.stacks is None else select_leaves("lora stacks", lora.stacks, leaves, types)
+        if other := [path for path in stacks if path not in targets]:
+            raise ValueError(f"{other[0]}: lora stacks match it, but targets do not; name only targets")
+        for path, num_in in targets.items():
             if path in found:
                 raise ValueError(f"{path}: two LoRAs have it among their targets; make one of them narrower")
-            found[path] = _adapter(lora, path, leaves[path], stacked[path], num_in)
+            if path in stacks and (lora.dropout or lora.dora):
+                field = "dropout" if lora.dropout else "dora"
+                raise ValueError(f"{path}: lora stacks match it, for which {field} is not available; remove {field}")
+            found[path] = _adapter(lora, path, leaves[path], stacked[path] + (path in stacks), num_in)
     return found
 
 
@@ -209,8 +219,8 @@ def _adapter(lora: LoRA, path: str, leaf: jax.ShapeDtypeStruct, stacked: int, nu
     if num_in is None and len(dims) > 2:
         raise ValueError(
             f"{path}: lora targets match it, but do not define how many of its {len(dims)} dims {dims} take the input; "
-            f"set targets={{{path!r}: 1}}, or, if the first is a layer dim, make a unit of its module "
-            "(jfsdp.Unit(..., stacked=1))"
+            f"set targets={{{path!r}: 1}}; if the first is a stack of matrices, such as experts, stacks=[{path!r}]; if "
+            "it is a layer dim, make a unit of its module (jfsdp.Unit(..., stacked=1))"
         )
     num_in = 1 if num_in is None else num_in
     if not 0 < num_in < len(dims):

@@ -172,7 +172,8 @@ class ShardingOptions(Options):
         (), "frozen weights and adapters", "refused", read=parse.read_lora
     )
     """Train low-rank adapters and freeze the rest: --lora rank=16,alpha=32,targets=**.q_proj.kernel,**.v_proj.kernel.
-    Also dropout=0.05, rslora=true, dora=true, also=GLOB,... (parameters to train without adapters). May be repeated,
+    Also dropout=0.05, rslora=true, dora=true, also=GLOB,... (parameters to train without adapters), stacks=GLOB,...
+    (targets that are stacks of matrices, such as experts). May be repeated,
     for different targets."""
 
     accumulate: Count = option(1, "gradient accumulation", "noted", least=1)

@@ -16,7 +16,16 @@ from jfsdp.trainer.option_errors import spell
 
 Pairs = tuple[tuple[str, Any], ...]
 _WORDS = {"true": True, "false": False, "none": None}
-_LORA = {"rank": int, "alpha": float, "dropout": float, "rslora": bool, "dora": bool, "targets": tuple, "also": tuple}
+_LORA = {
+    "rank": int,
+    "alpha": float,
+    "dropout": float,
+    "rslora": bool,
+    "dora": bool,
+    "targets": tuple,
+    "also": tuple,
+    "stacks": tuple,
+}
 
 
 @functools.cache

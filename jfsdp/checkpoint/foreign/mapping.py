@@ -103,6 +103,7 @@ class Piece:
 
     Attributes:
       at: index in each stacked dim of the leaf.
+      num_stacks: how many of these dims are in no name of ours, such as experts.
       shape: the other dims of the leaf.
     """
 
@@ -110,6 +111,7 @@ class Piece:
     at: tuple[int, ...]
     shape: tuple[int, ...]
     dims: Dims
+    num_stacks: int = 0
 
     @property
     def their_shape(self) -> tuple[int, ...]:
@@ -156,6 +158,7 @@ class Form:
     theirs: str
     stacked: tuple[str, ...]
     dims: str
+    num_stacks: int
 
 
 def forms_of(rule: Sequence[str]) -> Iterator[Form]:
@@ -171,7 +174,7 @@ def forms_of(rule: Sequence[str]) -> Iterator[Form]:
                 f"(?P<{part}>\\d+)" if place % 2 else re.escape(part) for place, part in enumerate(_NUMBER.split(kept))
             )
             leading = [n for n in dict.fromkeys(_NUMBER.findall(theirs)) if n in (*stacked, *always)]
-            yield Form(re.compile(pattern), theirs, tuple(leading), dims)
+            yield Form(re.compile(pattern), theirs, tuple(leading), dims, len(always))
 
 
 def _pieces(leaf: str, shape: tuple[int, ...], form: Form, numbers: Mapping[str, str]) -> Iterator[tuple[str, Piece]]:
@@ -181,7 +184,8 @@ def _pieces(leaf: str, shape: tuple[int, ...], form: Form, numbers: Mapping[str,
         raise ValueError(f"{leaf}: its rule for {form.theirs!r} does not fit {len(shape)} dims {list(shape)}")
     for at in itertools.product(*map(range, stacked)):
         values = {**numbers, **dict(zip(form.stacked, map(str, at), strict=True))}
-        yield _NUMBER.sub(lambda found, values=values: values[found[1]], form.theirs), Piece(leaf, at, rest, dims)
+        piece = Piece(leaf, at, rest, dims, form.num_stacks)
+        yield _NUMBER.sub(lambda found, values=values: values[found[1]], form.theirs), piece
 
 
 class Imported:

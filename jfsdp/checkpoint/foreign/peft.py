@@ -59,7 +59,11 @@ def read_loras(path: PathLike, names: Names, model: Any) -> list[LoRA]:
         dims = all_dims[leaf]
         groups.setdefault(kind, {})[leaf] = next(len(group) for group in dims.theirs if dims.ours[0][0] in group)
     dropout, kind = float(adapter.options.get("lora_dropout") or 0), (adapter.is_rslora, adapter.is_dora)
-    loras = [LoRA(targets, rank, alpha, dropout, *kind) for (rank, alpha), targets in groups.items()]
+    stacks = {piece.leaf for piece in pieces.values() if piece.num_stacks}
+    loras = [
+        LoRA(targets, rank, alpha, dropout, *kind, stacks=[leaf for leaf in targets if leaf in stacks] or None)
+        for (rank, alpha), targets in groups.items()
+    ]
     return [dataclasses.replace(one, also=sorted(also) or None) for one in loras[:1]] + loras[1:]
 
 
