@@ -14,6 +14,11 @@ what is dropped depends on no other row, on no later token, and not on the numbe
 transpose of the other, so neither direction has a scatter. The weight of a copy is applied before the result is sent
 back, so that a backward needs no result of an expert again: with "expert_tokens" and "expert_places" saved
 (`jfsdp.SaveNames`), remat repeats no all-to-all.
+
+[Note: copies or tokens]
+An all-to-all of copies sends `capacity * k` times a token, of which (X - 1)/X leave the device. Sending all tokens to
+all devices of the axis, and summing what their experts return, sends each token X - 1 times and drops none on the way:
+less if `capacity * k` exceeds X, as with many experts per token on few devices.
 """
 
 from __future__ import annotations
@@ -21,14 +26,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from jfsdp.arguments import checked
+from jfsdp.arguments import checked, did_you_mean
 from jfsdp.context.rows import axes_here
 from jfsdp.layout.mesh import CONTEXT, DATA_AXES, EXPERT
 
@@ -67,11 +72,12 @@ def experts(
     *,
     k: int,
     capacity: float | None = None,
-    score: Literal["softmax", "sigmoid"] = "softmax",
+    score: str = "softmax",
     normalize: bool = True,
     bias: Any = None,
     mask: Any = None,
     parts: int = 1,
+    send: str = "copies",
 ) -> tuple[jax.Array, Routing]:
     """Compute each token by its k experts, and sum the results by the router's weights.
 
@@ -81,7 +87,8 @@ def experts(
     Layout:  x [B T D], router_logits [B T E] -> [B T D]
     Dtype:   of `x`; scores and losses float32 or wider, sums over the k copies float32 inside.
     Cost:    with axis `expert` of size X, two all-to-alls of `E C B D` elements, and one of `E C B` weights; in a
-             backward as many, and with remat those that it repeats. One all-reduce of E numbers over all devices.
+             backward as many, and with remat those that it repeats. One all-reduce of E numbers over all devices. With
+             `send="tokens"` an all-gather and a reduce-scatter of `X B T D` elements instead.
     Memory:  copies `[E/X, X B C, D]` and what `ffn` makes of them, where C is `capacity * T k / E`, rounded up.
 
     Args:
@@ -93,12 +100,14 @@ def experts(
       capacity: places per expert and row, divided by `T k / E`, the number of copies with equal loads; at least 1.
         Copies beyond it are dropped: they add nothing to the result. None: T places, so that none is dropped, at E/k
         times the products of capacity 1.
-      score: the router's scores, from which the k highest are chosen.
+      score: "softmax" or "sigmoid", the router's scores, of which the k highest are chosen.
       normalize: whether to divide the chosen scores by their sum.
       bias: [E], added to scores where experts are chosen, and not to weights (DeepSeek-V3, arXiv 2412.19437).
       mask: [B T] bool, tokens that take no place and count nowhere if False; their results are 0.
       parts: number of equal parts of the places, whose all-to-alls can run beside the products of others. C is rounded
         up to a multiple.
+      send: "copies" or "tokens", what is sent over axis `expert`; see [Note: copies or tokens]. With "tokens", sums over
+        the axis are in the dtype of `x`.
 
     Raises:
       TypeError: for router logits below float32.
@@ -106,6 +115,9 @@ def experts(
         divide, and a capacity where axis `context` splits rows.
     """
     num, axes = _check(x, router_logits, k, capacity, parts)
+    for name, value, known in (("score", score, ("softmax", "sigmoid")), ("send", send, ("copies", "tokens"))):
+        if value not in known:
+            raise ValueError(f"experts: {name}={value!r}{did_you_mean(value, known)} must be {' or '.join(known)}")
     logits = jnp.asarray(router_logits)
     scores = jax.nn.softmax(logits, -1) if score == "softmax" else jax.nn.sigmoid(logits)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores if bias is None else scores + bias), k)
@@ -119,13 +131,19 @@ def experts(
     with jax.named_scope(SCOPE):
         slot, copy, counts = _places(chosen.reshape(x.shape[0], -1), num, places)
         slot, copy = (checkpoint_name(found, PLACES) for found in (slot, copy))
-        copies = _dispatch(jnp.asarray(x), slot, copy, k).reshape(x.shape[0], num, places, -1)
         shares = _dispatch(weights.reshape(x.shape[0], -1, 1).astype(x.dtype), slot, copy, 1)
         shares = shares.reshape(x.shape[0], num, places, 1)
-    moved = zip(jnp.split(copies, parts, 2), jnp.split(shares, parts, 2), strict=True)
-    y = jnp.concatenate([_at_experts(ffn, axes, *part) for part in moved], 2)
-    with jax.named_scope(SCOPE):
-        y = _collect(y.reshape(x.shape[0], num * places, -1), slot, copy, k)
+    if send == "tokens" and axes:
+        if parts > 1:
+            raise ValueError(f"experts: parts={parts} splits places that are sent; with send='tokens' none are: use 1")
+        y = _by_tokens(ffn, axes, jnp.asarray(x), shares, slot, copy, k)
+    else:
+        with jax.named_scope(SCOPE):
+            copies = _dispatch(jnp.asarray(x), slot, copy, k).reshape(x.shape[0], num, places, -1)
+        moved = zip(jnp.split(copies, parts, 2), jnp.split(shares, parts, 2), strict=True)
+        y = jnp.concatenate([_at_experts(ffn, axes, *part) for part in moved], 2)
+        with jax.named_scope(SCOPE):
+            y = _collect(y.reshape(x.shape[0], num * places, -1), slot, copy, k)
     total = checkpoint_name(sum_over_devices(jnp.sum(counts, 0).astype(jnp.float32)), PLACES)
     share = total / jnp.maximum(jnp.sum(total), 1)
     likely = scores / jnp.sum(scores, -1, keepdims=True)
@@ -177,31 +195,61 @@ def _axes(is_manual: bool | None) -> tuple[str, ...]:
     return tuple(axis for kind in kinds for axis in axes_here((EXPERT,), is_manual=kind))
 
 
-def _at_experts(
-    ffn: Callable[[jax.Array], jax.Array], axes: tuple[str, ...], copies: jax.Array, shares: jax.Array
-) -> jax.Array:
+_Ffn = Callable[[jax.Array], jax.Array]
+
+
+def _at_experts(ffn: _Ffn, axes: tuple[str, ...], copies: jax.Array, shares: jax.Array) -> jax.Array:
     """Compute copies at their experts. Layout: [B E C D], [B E C 1] -> [B E C D]."""
     rows, num, places, _ = copies.shape
-
-    def send(x: jax.Array, *, back: bool = False) -> jax.Array:
-        if axes:
-            return jax.lax.all_to_all(x, axes, *((1, 0) if back else (0, 1)), tiled=True)
-        auto = _axes(False)
-        if not auto:
-            return x
-        free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
-        return x if back else jax.lax.with_sharding_constraint(x, PartitionSpec(auto, *free))
-
     with jax.named_scope(SCOPE):
         flat = (jnp.moveaxis(x, 0, 1).reshape(num, rows * places, -1) for x in (copies, shares))
-        copies, shares = (checkpoint_name(send(x), TOKENS) for x in flat)
+        copies, shares = (checkpoint_name(_send(axes, x), TOKENS) for x in flat)
+    y = _weighted(ffn, copies, shares)
+    with jax.named_scope(SCOPE):
+        y = jax.lax.all_to_all(y, axes, 1, 0, tiled=True) if axes else y
+        return jnp.moveaxis(y.reshape(num, rows, places, -1), 1, 0)
+
+
+def _send(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
+    """Bring values to the devices of their experts. Layout: [E N ..] -> [E/X X*N ..]; [E N ..] where XLA splits E."""
+    if axes:
+        return jax.lax.all_to_all(x, axes, 0, 1, tiled=True)
+    auto = _axes(False)
+    free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
+    return jax.lax.with_sharding_constraint(x, PartitionSpec(auto, *free)) if auto else x
+
+
+def _weighted(ffn: _Ffn, copies: jax.Array, shares: jax.Array) -> jax.Array:
     y = ffn(copies)
     if y.ndim != 3 or y.shape[:2] != copies.shape[:2]:
         raise ValueError(
-            f"experts: ffn returned shape {y.shape} for {copies.shape}; return [E N D], one row per row of y"
+            f"experts: ffn returned shape {y.shape} for {copies.shape}; return [E N D], a row for each row"
         )
+    return y * shares
+
+
+def _by_tokens(
+    ffn: _Ffn, axes: tuple[str, ...], x: jax.Array, shares: jax.Array, slot: jax.Array, copy: jax.Array, k: int
+) -> jax.Array:
+    """Compute all tokens of axis `expert` by the experts of each device, and sum; see [Note: copies or tokens].
+
+    Layout:  x [B T D], shares [B E C 1], slot [B T*k], copy [B E*C] -> [B T D]
+    """
+    rows, num, places, _ = shares.shape
     with jax.named_scope(SCOPE):
-        return jnp.moveaxis(send(y * shares, back=True).reshape(num, rows, places, -1), 1, 0)
+        x = checkpoint_name(jax.lax.all_gather(x, axes, axis=0, tiled=True), TOKENS)
+        shares = checkpoint_name(_send(axes, jnp.moveaxis(shares, 0, 1).reshape(num, rows * places, 1)), TOKENS)
+        copy = jax.lax.all_to_all(copy.reshape(rows, num, places), axes, 1, 0, tiled=True)  # [X*B E/X C]
+        own = copy.shape[1] * places
+        slot = jax.lax.all_gather(slot, axes, axis=0, tiled=True) - jax.lax.axis_index(axes) * own
+        slot, copy = jnp.where((slot >= 0) & (slot < own), slot, own), copy.reshape(len(copy), -1)
+        slot, copy = (checkpoint_name(found, PLACES) for found in (slot, copy))
+        copies = _dispatch(x, slot, copy, k).reshape(len(x), -1, places, x.shape[-1])
+        copies = jnp.moveaxis(copies, 0, 1).reshape(copies.shape[1], -1, x.shape[-1])
+    y = _weighted(ffn, copies, shares)
+    with jax.named_scope(SCOPE):
+        y = jnp.moveaxis(y.reshape(len(y), len(x), places, -1), 1, 0).reshape(len(x), own, -1)
+        return jax.lax.psum_scatter(_collect(y, slot, copy, k), axes, scatter_dimension=0, tiled=True)
 
 
 def _places(chosen: jax.Array, num: int, places: int) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -144,7 +144,7 @@ class MoE(nnx.Module):
         config = self.config
         run = partial(self.run, k=config.experts_per_token, normalize=config.normalize_experts, mask=real)
         if self.run is not every_expert and drops:
-            run = partial(run, parts=config.expert_parts)
+            run = partial(run, parts=config.expert_parts, send=config.expert_send)
         y, found = run(x, self.router(x), self.experts, capacity=config.capacity if drops else None)
         loss = (config.balance_loss * found.balance + config.z_loss * found.z) / config.num_layers
         return y, Routed(loss, found.dropped, found.load)

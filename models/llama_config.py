@@ -104,6 +104,7 @@ class LlamaConfig:
         the layer by. None: no limit, at E/k times the products. Generation has no limit.
       expert_parts: number of equal parts of the places, whose all-to-alls over mesh axis `expert` can run beside the
         products of others; see `jfsdp.experts`.
+      expert_send: "copies" or "tokens", what is sent over that axis.
       balance_loss, z_loss: coefficients of the two losses of routers, each a mean over tokens and layers. Hugging
         Face's `router_aux_loss_coef` is 1/k of `balance_loss`.
       context_by: how mesh axis `context` splits attention: "heads" (all-to-alls), or "keys", for more devices than
@@ -139,6 +140,7 @@ class LlamaConfig:
     normalize_experts: bool = True
     capacity: float | None = 1.25
     expert_parts: int = 1
+    expert_send: Literal["copies", "tokens"] = "copies"
     balance_loss: float = 0.01
     z_loss: float = 0.0
 
@@ -181,6 +183,7 @@ class LlamaConfig:
     def _check_experts(self) -> None:
         require_counts(self, "num_experts", "experts_per_token", "expert_parts")
         require_bool(self, "normalize_experts")
+        require_choice(self, "expert_send", ("copies", "tokens"))
         num, k, capacity = self.num_experts or 0, self.experts_per_token, self.capacity
         if k > num:
             raise ValueError(f"LlamaConfig.experts_per_token={k} exceeds num_experts={num}; choose at most {num}")

@@ -13,7 +13,7 @@ import jax
 from jfsdp import jaxprs
 from jfsdp.compat import pipelining
 from jfsdp.engine.options import unit_bytes
-from jfsdp.layout.mesh import CONTEXT, PIPE
+from jfsdp.layout.mesh import CONTEXT, EXPERT, PIPE
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.jobs import INPUTS, can_offload, chunked, find_planned_job, mesh_sizes, shard_planned
 from jfsdp.trainer.options import StepOptions
@@ -58,6 +58,7 @@ class SearchSpace:
       tensor_sizes: of axis `tensor`; by default the divisors of a node's GPUs, if the job has placements or axis rules,
         and the user's mesh has an axis of -1 but no `tensor`.
       context_sizes: of axis `context`; by default the same, if the job has `in_context`.
+      expert_sizes: of axis `expert`; by default the same, if the job has `with_experts`.
     """
 
     strategies: tuple[str, ...] | None = None
@@ -68,6 +69,7 @@ class SearchSpace:
     programs: tuple[tuple[str, int | None, str], ...] | None = None
     tensor_sizes: tuple[int, ...] | None = None
     context_sizes: tuple[int, ...] | None = None
+    expert_sizes: tuple[int, ...] | None = None
 
 
 def changes(options: StepOptions, default: StepOptions) -> dict[str, Any]:
@@ -120,7 +122,7 @@ def _way_of(options: StepOptions) -> str:
 
 
 def splits(options: StepOptions, given: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:
-    """Yield the options with every size of axes `tensor` and `context`, with their strategy and the user's.
+    """Yield the options with every size of axes `tensor`, `context` and `expert`, with their strategy and the user's.
 
     The global batch is unchanged, so fewer data shards have more rows each; with `context` one after the other, in more
     microbatches. Sizes that would need a fraction of a row are skipped.
@@ -133,11 +135,13 @@ def splits(options: StepOptions, given: StepOptions, cluster: Cluster, space: Se
     sizes, job = mesh_sizes(options.mesh, cluster.num_devices), find_planned_job(given)
     tensor = job.placements or job.axis_rules
     axes = {"tensor": (tensor, space.tensor_sizes), CONTEXT: (job.in_context, space.context_sizes)}
+    axes[EXPERT] = job.with_experts, space.expert_sizes
     for axis, (can_split, chosen) in axes.items():
         is_open = axis not in dict(given.mesh) and -1 in dict(given.mesh).values()
         usual = _divisors(cluster.gpus_per_node) if can_split and is_open else []
         for size in usual if chosen is None else chosen:
-            rows, rest = divmod(options.batch_per_device * size, sizes.get(axis, 1))
+            shared = 1 if axis == EXPERT else size  # devices that share rows
+            rows, rest = divmod(options.batch_per_device * shared, 1 if axis == EXPERT else sizes.get(axis, 1))
             parts = options.accumulate * size // sizes.get(axis, 1) if axis == CONTEXT else options.accumulate
             others = {name: sizes[name] for name in (PIPE, *axes) if name != axis and sizes.get(name, 1) > 1}
             has_devices = cluster.num_devices % (size * math.prod(others.values())) == 0
