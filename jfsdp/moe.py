@@ -51,7 +51,7 @@ class Routing(NamedTuple):
         loss of the token. The shares of the experts are those of a microbatch's tokens on all devices, and have no
         derivative.
       z: [B T] float32, the z-loss of each token: the square of the router's logsumexp (ST-MoE, arXiv 2202.08906).
-      counts: [E] float32, the number of copies that chose each expert, in a microbatch on all devices. The model's
+      counts: [E] int32, the number of copies that chose each expert, in a microbatch on all devices. The model's
         state may depend on it, such as a bias that balances loads (`bias += rate * jnp.sign(counts.mean() - counts)`).
       dropped: scalar float32, the number of copies without a place, of the rows that the model receives.
       load: scalar float32, the copies of the fullest expert divided by the mean, in a microbatch on all devices.
@@ -106,8 +106,8 @@ def experts(
       mask: [B T] bool, tokens that take no place and count nowhere if False; their results are 0.
       parts: number of equal parts of the places, whose all-to-alls can run beside the products of others. C is rounded
         up to a multiple.
-      send: "copies" or "tokens", what is sent over axis `expert`; see [Note: copies or tokens]. With "tokens", sums over
-        the axis are in the dtype of `x`.
+      send: "copies" or "tokens", what is sent over axis `expert`; see [Note: copies or tokens]. With "tokens", sums
+        over the axis are in the dtype of `x`.
 
     Raises:
       TypeError: for router logits below float32.
@@ -144,14 +144,14 @@ def experts(
         y = jnp.concatenate([_at_experts(ffn, axes, *part) for part in moved], 2)
         with jax.named_scope(SCOPE):
             y = _collect(y.reshape(x.shape[0], num * places, -1), slot, copy, k)
-    total = checkpoint_name(sum_over_devices(jnp.sum(counts, 0).astype(jnp.float32)), PLACES)
-    share = total / jnp.maximum(jnp.sum(total), 1)
+    total = checkpoint_name(sum_over_devices(jnp.sum(counts, 0)), PLACES)
+    share = total.astype(scores.dtype) / jnp.maximum(jnp.sum(total), 1)
     likely = scores / jnp.sum(scores, -1, keepdims=True)
-    balance, z = num * (likely @ share.astype(likely.dtype)), jax.nn.logsumexp(logits, -1) ** 2
+    balance, z = num * (likely @ share), jax.nn.logsumexp(logits, -1) ** 2
     if mask is not None:
         balance, z = (jnp.where(mask, loss, 0.0) for loss in (balance, z))
     dropped = jnp.sum(jnp.maximum(counts - places, 0)).astype(jnp.float32)
-    return y, Routing(balance, z, total, dropped, jnp.max(share) * num)
+    return y, Routing(balance, z, total, dropped, (jnp.max(share) * num).astype(jnp.float32))
 
 
 def _check(x: Any, logits: Any, k: int, capacity: float | None, parts: int) -> tuple[int, tuple[str, ...]]:

@@ -15,6 +15,7 @@ from jfsdp.engine.engine import SCOPE, Engine, Pull, cast_floating
 from jfsdp.engine.low_rank import decoded, with_adapters
 from jfsdp.engine.unit import Arrays, Traced, trace_unit
 from jfsdp.jaxprs import all_eqns, cuts, reads, value_names
+from jfsdp.layout.mesh import EXPERT
 from jfsdp.layout.policy import FUSED, UNIT_INPUT, saved_names
 from jfsdp.layout.units import ROOT
 from jfsdp.modules.adapted import dropout_key
@@ -130,7 +131,7 @@ class ShardedApply:
             run = _RootRun(self.model, fn, key_of, self._hooks_with)
             root, rest = self._parts(params, state, inputs)
             traced, flat = self._trace(ROOT, run, root, rest, key_of)
-        except (TypeError, ValueError) as error:
+        except Exception as error:
             self._explain(error)
             raise
         if any(eqn.primitive.name == "custom_lin" for eqn in all_eqns(traced.jaxpr)):
@@ -150,6 +151,11 @@ class ShardedApply:
             self._explain_stack(error)
         if "forward-mode" in text and "custom_vjp" in text:
             raise ValueError(_FORWARD_MODE) from error
+        if "ScopeParamShapeError" in type(error).__name__ and any(leaf.row_cuts for leaf in self.layout.leaves):
+            raise ValueError(
+                f"{text.splitlines()[0]}. In a step, mesh axis {EXPERT!r} gives a device a part of the experts: create "
+                "their weights with the first dim of the value that they multiply, (y.shape[0], ...)"
+            ) from error
         if "Context mesh" in text and "should match the mesh of" in text:
             raise ValueError(_CLOSED_OVER) from error
 

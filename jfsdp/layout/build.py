@@ -86,11 +86,7 @@ def build_layout(
         min_size=min_size,
         adapters=adapters,
     )
-    if sizes.get(EXPERT, 1) > 1 and not any(leaf.row_cuts for leaf in table):
-        raise ValueError(
-            f"mesh axis {EXPERT!r} (size {sizes[EXPERT]}) cuts no parameter; name the weights of experts, stacked "
-            "along their first dim (placements={'**.experts.*': PartitionSpec('expert')}), or give them to 'fsdp'"
-        )
+    _check_experts(table, sizes.get(EXPERT, 1))
     _ = layout.sub_axes  # raises if numbers of devices do not divide each other
     for field in ("gather_wire", "reduce_wire"):
         if getattr(mp_policy, field) and not any(getattr(leaf, field) for leaf in table):
@@ -185,6 +181,25 @@ def _wires(
 def _num_shards(stages: Mapping[str, Stage | None], sizes: Mapping[str, int]) -> int:
     """Return the number of parts into which a leaf's finest stage splits it."""
     return max(math.prod(sizes.get(axis, 1) for axis in stage.axes) for stage in stages.values() if stage)
+
+
+def _check_experts(table: Sequence[Leaf], size: int) -> None:
+    """Check that axis `expert` cuts leaves, and in a unit as many experts of each."""
+    cut: dict[str, tuple[str, int]] = {}
+    for leaf in table:
+        for one in leaf.row_cuts:
+            other, num = cut.setdefault(leaf.unit, (leaf.path, leaf.shape[one.dim]))
+            if num != leaf.shape[one.dim]:
+                raise ValueError(
+                    f"{leaf.path}: mesh axis {EXPERT!r} cuts its dim {one.dim} (size {leaf.shape[one.dim]}), and a dim "
+                    f"of size {num} of {other}, which cannot both be the experts of unit {leaf.unit!r}; if its first "
+                    "dim is the experts and no layer dim, declare it: units=[jfsdp.Unit(..., stacked=0)]"
+                )
+    if size > 1 and not cut:
+        raise ValueError(
+            f"mesh axis {EXPERT!r} (size {size}) cuts no parameter; name the weights of experts, stacked along their "
+            "first dim (placements={'**.experts.*': PartitionSpec('expert')}), or give the devices to 'fsdp'"
+        )
 
 
 def _check_stages(units: Mapping[str, UnitInfo], stages: int) -> None:

@@ -46,6 +46,7 @@ class Survey:
       gathers_rows: whether the model states that dim 0 of a value that depends on the rows is not split.
       has_keys: whether attention gathers keys over axis `context`.
       context_bytes: as `context_bytes`, in a forward.
+      ragged: the number of groups of `jax.lax.ragged_dot` in the model; 0 if it has none.
       products: by matrix of a product, why it is not in float8; "" if it is.
     """
 
@@ -61,6 +62,7 @@ class Survey:
     gathers_rows: bool
     has_keys: bool
     context_bytes: int
+    ragged: int
     products: dict[str, str]
 
 
@@ -136,10 +138,12 @@ def survey(
         any(map(_gathers_dim_0, of_rows)),
         any(BY_KEYS in str(eqn.source_info.name_stack) for eqn in jaxprs.all_eqns(jaxpr)),
         context_bytes(jaxpr),
+        max((e.invars[2].aval.shape[-1] for e in jaxprs.all_eqns(jaxpr) if e.primitive.name in _RAGGED), default=0),
         _products(layout, trace.traced),
     )
 
 
+_RAGGED = ("ragged_dot", "ragged_dot_general")
 # Operations between a weight and the product that reads it.
 _OF_WEIGHTS = {"convert_element_type", "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "copy"}
 _OF_WEIGHTS |= {

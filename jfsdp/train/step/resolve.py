@@ -30,6 +30,7 @@ from jfsdp.compat import warn
 from jfsdp.engine.apply import ShardedApply
 from jfsdp.engine.driver.schedule import as_prefetch
 from jfsdp.engine.movements import CALL, REDUCE, Move, deferred_axes, group_axes, movements
+from jfsdp.engine.options import is_gpu
 from jfsdp.engine.pipeline.schedule import StageCalls, schedule_of, turns_stay
 from jfsdp.engine.spec import MANUAL, XLA, StepSpec
 from jfsdp.engine.unit import Arrays
@@ -123,6 +124,12 @@ def _warn_of_axes(layout: Layout, mesh: Any, found: Survey, program: str) -> Non
             f"(jax.lax.with_sharding_constraint), or give its devices to {' or '.join(map(repr, DATA_AXES))}"
         )
 
+    if found.ragged and is_gpu(mesh):
+        warn(
+            f"the model calls jax.lax.ragged_dot with {found.ragged} groups, which XLA computes on a GPU as a dense "
+            f"product for each group: {found.ragged} times the arithmetic that is needed; compute experts by batched "
+            "products (jfsdp.experts with jnp.einsum)"
+        )
     size = layout.num_shards([CONTEXT])
     shown, sent = f"mesh axis {CONTEXT!r} (size {size})", found.context_bytes * (size - 1) // size
     if sent and any(crosses_hosts(mesh, axis) for axis in axes_of(mesh, (CONTEXT,))):
