@@ -5,6 +5,7 @@ every expert computes every token.
 Named values for remat policies: mlp_hidden (gate and up of the experts), and those of the function.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -64,31 +65,26 @@ def every_expert(
     capacity: float | None,
     mask: jax.Array | None = None,
 ) -> tuple[jax.Array, EachExpert]:
-    """Compute each token by all experts, and sum the results of the k chosen ones.
+    """Compute each token by all experts, and sum the results of the k chosen ones; the same as `jfsdp.experts`.
 
     Layout:  x [B T D], router_logits [B T E] -> [B T D]
-    Cost:    E/k times the products that are needed.
-
-    Raises:
-      ValueError: for a capacity.
+    Cost:    E/k times the products that are needed. The balance loss is of the rows that the model receives.
     """
-    if capacity is not None:
-        raise ValueError(
-            f"LlamaConfig.capacity={capacity}: without a function for experts, no copy is dropped; pass "
-            "experts=jfsdp.experts to the model, or capacity=None"
-        )
     num, scores = router_logits.shape[-1], jax.nn.softmax(router_logits, -1)
     top, chosen = jax.lax.top_k(scores, k)
     top = top / jnp.sum(top, -1, keepdims=True) if normalize else top
     is_chosen = jax.nn.one_hot(chosen, num, dtype=scores.dtype)
     is_chosen = is_chosen if mask is None else is_chosen * mask[..., None, None]
+    is_kept, counts = is_chosen, jax.lax.stop_gradient(jnp.sum(is_chosen, (0, 1, 2)))
+    if capacity is not None:
+        places = math.ceil(capacity * x.shape[1] * k / num)
+        is_kept = is_chosen * (jnp.cumsum(jnp.sum(is_chosen, 2), 1) <= places)[:, :, None]
     y = ffn(jnp.broadcast_to(x.reshape(1, -1, x.shape[-1]), (num, x.shape[0] * x.shape[1], x.shape[-1])))
-    weights = jnp.einsum("btk,btke->bte", top, is_chosen).astype(x.dtype)
+    weights = jnp.einsum("btk,btke->bte", top, is_kept).astype(x.dtype)
     out = jnp.einsum("bte,ebtd->btd", weights, y.reshape(num, *x.shape))
-    counts = jax.lax.stop_gradient(jnp.sum(is_chosen, (0, 1, 2)))
     share = counts / jnp.maximum(jnp.sum(counts), 1)
     balance, z = num * (scores @ share), jax.nn.logsumexp(router_logits, -1) ** 2
-    return out, EachExpert(balance, z, jnp.zeros(()), jnp.max(share) * num)
+    return out, EachExpert(balance, z, jnp.sum(is_chosen - is_kept), jnp.max(share) * num)
 
 
 class Experts(nnx.Module):

@@ -6,7 +6,7 @@ import math
 
 from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.leaf import Leaf
-from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES, ROW_AXES
+from jfsdp.layout.mesh import DATA_AXES, MODEL_AXES
 from jfsdp.layout.precision import item_bytes
 from jfsdp.layout.report import describe_mesh, padding_elements
 from jfsdp.layout.units import ROOT
@@ -76,7 +76,7 @@ def _splits_nothing(layout: Layout) -> str | None:
     if layout.num_shards(DATA_AXES) == 1:
         where = "one device" if math.prod(sizes.values()) == 1 else "one data shard"
         return f"{strategy.name} on {where}: {_split_there(layout)}"
-    axes = " and ".join(repr(axis) for axis in strategy.axes("opt") if axis in ROW_AXES)
+    axes = " and ".join(repr(axis) for axis in strategy.axes("opt") if axis in ("replica", "fsdp"))
     return f"{strategy.name} splits over axis {axes}, whose size is 1: nothing is split, as with ddp; give it a size"
 
 

@@ -43,7 +43,7 @@ def hosts_along(mesh: Mesh, axis: str) -> list[set[int]]:
 def test_sizes_that_no_mesh_has_are_refused():
     """Those that do not match the devices, with both counts."""
     for sizes, facts in (
-        ({"data": 8}, ["'data'", "pipe, replica, fsdp, context, tensor"]),
+        ({"data": 8}, ["'data'", "pipe, replica, fsdp, expert, context, tensor"]),
         ({"fsdp": 0}, ["must be positive", "{'fsdp': 0}"]),
         ({"fsdp": -2}, ["must be positive", "{'fsdp': -2}"]),
         ({"replica": -1, "fsdp": -1}, ["only one mesh axis may be -1"]),
@@ -86,13 +86,13 @@ def test_tensor_stays_inside_a_host_where_fsdp_spans_hosts():
     mesh = make_mesh(fsdp=-1, tensor=4, devices=fake_hosts(4, 8))
     assert all(len(hosts) == 1 for hosts in hosts_along(mesh, "tensor"))
     # Walking along fsdp leaves each host once and never comes back.
-    line = [device.process_index for device in mesh.devices[0, :, 0, 0, 0]]
+    line = [device.process_index for device in mesh.devices[0, :, 0, 0, 0, 0]]
     assert [host for host, _ in itertools.groupby(line)] == [0, 1, 2, 3]
 
 
 def test_context_is_between_fsdp_and_tensor():
     mesh = make_mesh(fsdp=-1, context=4, tensor=2, devices=fake_hosts(4, 8))
-    assert mesh.devices.shape == (1, 4, 4, 1, 2)
+    assert mesh.devices.shape == (1, 4, 1, 4, 1, 2)
     assert all(len({device.process_index for device in group.flat}) == 1 for group in mesh.devices[0])
     assert crosses_hosts(make_mesh(context=8, tensor=4, devices=fake_hosts(4, 8)), "context")
 
@@ -112,7 +112,7 @@ def test_activations_between_hosts_are_told(monkeypatch):
 
 def test_pipe_crosses_hosts_first():
     mesh = make_mesh(pipe=2, replica=2, fsdp=8, devices=fake_hosts(4, 8))
-    assert [{d.process_index for d in stage.flat} for stage in mesh.devices.transpose(3, 0, 1, 2, 4)] == [
+    assert [{d.process_index for d in stage.flat} for stage in mesh.devices.transpose(4, 0, 1, 2, 3, 5)] == [
         {0, 1},
         {2, 3},
     ]
@@ -133,7 +133,7 @@ def test_hosts_of_a_deviceless_topology_are_its_processes():
 
 def test_abstract_mesh_has_all_axes_and_needs_no_devices():
     mesh = make_abstract_mesh({"fsdp": 1024, "replica": 3})
-    assert dict(mesh.shape) == {"pipe": 1, "replica": 3, "fsdp": 1024, "context": 1, "tensor": 1}
+    assert dict(mesh.shape) == {"pipe": 1, "replica": 3, "fsdp": 1024, "expert": 1, "context": 1, "tensor": 1}
     assert mesh.axis_names == AXES
     sizes = {"replica": 2, "fsdp": 4}
     assert axis_sizes(make_mesh(replica=2, fsdp=4)) == axis_sizes(make_abstract_mesh(sizes))
@@ -154,7 +154,14 @@ def test_rows_are_split_over_replica_and_fsdp_only():
 @pytest.mark.parametrize("factor", [1, 2, 4, 8])
 def test_the_sharding_factor_regroups_the_mesh(factor, sizes):
     mesh = make_abstract_mesh(sizes, sharding_factor=factor)
-    assert dict(mesh.shape) == {"pipe": 1, "replica": 8 // factor, "fsdp": factor, "context": 1, "tensor": 1}
+    assert dict(mesh.shape) == {
+        "pipe": 1,
+        "replica": 8 // factor,
+        "fsdp": factor,
+        "expert": 1,
+        "context": 1,
+        "tensor": 1,
+    }
 
 
 def test_a_factor_that_does_not_divide_lists_those_that_do():

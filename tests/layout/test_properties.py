@@ -45,6 +45,7 @@ def arguments(draw: Any) -> dict[str, Any]:
     units = {name: UnitInfo(name, "Net", int(name == "layers"), tuple(own(paths, name))) for name in names}
     strategy = draw(strategies())
     sizes = {"replica": draw(st.sampled_from([1, 2, 3, 4])), "fsdp": draw(st.sampled_from([1, 2, 3, 4, 6, 8]))}
+    sizes["expert"] = 1  # larger only with weights of experts
     sizes["context"] = draw(st.sampled_from([1, 2, 3]))
     num = math.prod(sizes[axis] for axis in strategy.axes("param"))
     last = next((sizes[axis] for axis in reversed(strategy.axes("param")) if sizes[axis] > 1), 1)

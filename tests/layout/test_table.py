@@ -202,7 +202,7 @@ REMATS = ["full", ("a", "b"), jax.checkpoint_policies.dots_saveable]
 def test_the_table_as_plain_data_survives_json(remat):
     table = layout_to_dict(make_layout("zero1", param_dtype="bfloat16", remat=remat))
     again = json.loads(json.dumps(table))
-    assert again["mesh"] == {"pipe": 1, "replica": 2, "fsdp": 4, "context": 1, "tensor": 1}
+    assert again["mesh"] == {"pipe": 1, "replica": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 1}
     (row,) = [row for row in again["leaves"] if row["path"] == "block.w"]
     assert row["stages"]["param"] == {"spec": ["fsdp", None], "dtype": "float32", "memory": "device"}
     assert row["bytes_per_device"] == 64 * 64 * 4 // 4 + 64 * 64 * 2

@@ -143,9 +143,9 @@ def test_node_size_is_the_part_of_the_batch_that_is_on_one_host(axes, hosts, siz
 def test_node_size_is_refused_where_hosts_differ_or_lie_scattered():
     with pytest.raises(ValueError, match="equal blocks"):
         node_size(make_mesh(devices=on_hosts(4, 2)))
-    scattered = np.array(on_hosts(2, 2))[[0, 2, 1, 3]].reshape(1, 4, 1, 1, 1)
+    scattered = np.array(on_hosts(2, 2))[[0, 2, 1, 3]].reshape(1, 4, 1, 1, 1, 1)
     with pytest.raises(ValueError, match="equal blocks"):
-        node_size(Mesh(scattered, AXES, axis_types=(AxisType.Auto,) * 5))
+        node_size(Mesh(scattered, AXES, axis_types=(AxisType.Auto,) * len(AXES)))
 
 
 # The split mesh.
@@ -155,7 +155,15 @@ def test_a_split_mesh_has_the_same_devices_in_the_same_order():
     mesh = make_mesh(replica=2, fsdp=4)
     layout = make_table(LEAVES, "full_shard", mesh, reshard=2)
     parts = split_mesh(mesh, layout.sub_axes)
-    assert dict(parts.shape) == {"pipe": 1, "replica": 2, "fsdp_0": 2, "fsdp_1": 2, "context": 1, "tensor": 1}
+    assert dict(parts.shape) == {
+        "pipe": 1,
+        "replica": 2,
+        "fsdp_0": 2,
+        "fsdp_1": 2,
+        "expert": 1,
+        "context": 1,
+        "tensor": 1,
+    }
     assert parts.devices.flatten().tolist() == mesh.devices.flatten().tolist()
     assert set(parts.axis_types) == set(mesh.axis_types)
     assert split_mesh(mesh, {}) is mesh
