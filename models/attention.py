@@ -169,17 +169,21 @@ def attend(
     choice: AttentionChoice,
     window: int | None = None,
     is_causal: bool = True,
+    has_sinks: bool = False,
 ) -> jax.Array:
     """Compute attention inside documents, causally by default; see [Note: choosing the attention kernel].
 
-    Layout:  query [B T H A], key and value [B T K A] -> [B T H A]
+    Layout:  query [B T H A], or [B T H A+1] with sinks, key and value [B T K A] -> [B T H A]
 
     Args:
       documents: as returned by `document_view`.
       window: number of keys that a query sees, including its own; None: all earlier keys.
+      has_sinks: whether the last element of each query is its sink; see `with_sinks`.
     """
     # A window over the whole row has no effect, but XLA would build its mask.
     window = None if window is None or window >= query.shape[1] else window
+    if has_sinks:
+        return _attend_with_sinks(query, key, value, documents, window)
     if isinstance(documents, Documents):
         return packed_attention(query, key, value, *documents, window=window)
     kernel = choose_attention(choice, query)
@@ -196,12 +200,28 @@ def attend(
     )
 
 
+def with_sinks(query: jax.Array, sinks: jax.Array) -> jax.Array:
+    """Add the sink of its head to each query, so that both are split alike. Layout: [B T H A], [H] -> [B T H A+1]."""
+    return jnp.concatenate([query, jnp.broadcast_to(sinks[:, None].astype(query.dtype), (*query.shape[:3], 1))], -1)
+
+
+def _attend_with_sinks(query: jax.Array, key: jax.Array, value: jax.Array, documents: Any, window: int | None) -> Any:
+    """Compute attention whose softmax has one more score per head, the sink, that belongs to no key.
+
+    The kernel is XLA's: cuDNN drops the derivative of its statistics.
+    Source: attention sinks of gpt-oss.
+    """
+    if query.shape[1] > LONGEST_WHOLE:
+        return _by_parts(query, key, value, documents, "sinks", window)
+    return attend_queries(query, key, value, documents, first=0, kernel="sinks", window=window)
+
+
 def _by_parts(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
     segment_ids: jax.Array | None,
-    kernel: Literal["xla", "cudnn"],
+    kernel: Literal["xla", "cudnn", "sinks"],
     window: int | None,
 ) -> jax.Array:
     """Compute causal attention for QUERIES queries at a time; see [Note: long rows by parts]."""
@@ -227,10 +247,13 @@ def attend_queries(
     segment_ids: jax.Array | None,
     *,
     first: int,
-    kernel: Literal["xla", "cudnn"],
+    kernel: Literal["xla", "cudnn", "sinks"],
     window: int | None,
 ) -> jax.Array:
-    """Compute attention of the queries from position `first` on, over the keys that any of them sees."""
+    """Compute attention of the queries from position `first` on, over the keys that any of them sees.
+
+    With kernel "sinks", the last element of each query is its sink.
+    """
     end = first + query.shape[1]
     start = 0 if window is None else max(0, first - window + 1) // 64 * 64
     rows, columns = jnp.arange(first, end)[:, None], jnp.arange(start, end)[None, :]
@@ -239,6 +262,13 @@ def attend_queries(
         mask &= columns > rows - window
     if segment_ids is not None:
         mask &= segment_ids[:, first:end, None] == segment_ids[:, None, start:end]
+    if kernel == "sinks":
+        query, sink = query[..., :-1], query[..., -1].astype(jnp.float32)
+        keys, values = (x[:, start:end] for x in (key, value))
+        out, norm = jax.nn.dot_product_attention(
+            query, keys, values, mask=mask[:, None], implementation="xla", return_residual=True
+        )
+        return (out * jax.nn.sigmoid(norm.astype(jnp.float32) - sink)[..., None]).astype(out.dtype)
     return jax.nn.dot_product_attention(
         query, key[:, start:end], value[:, start:end], mask=mask[:, None], implementation=kernel
     )

@@ -1,12 +1,11 @@
 """Cache of the keys and values of earlier tokens, with which generation computes each token once."""
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .attention import AttentionChoice, attend
 from .over_tensor import HEADS, by_heads, over_tensor
 
 
@@ -57,8 +56,10 @@ def attend_cached(
     cache: Cache,
     positions: jax.Array,
     *,
-    choice: AttentionChoice,
-    window: int | None = None,
+    window: Any = None,
+    kernel: Callable[..., jax.Array],
+    documents: Any = None,
+    has_sinks: bool = False,
 ) -> tuple[jax.Array, Cache]:
     """Write keys and values to the cache, and compute attention over positions up to each query's.
 
@@ -71,23 +72,26 @@ def attend_cached(
 
     Args:
       positions: position of each token in its row; S for padding at the end, which is not written.
-      choice: as in `choose_attention`.
-      window: number of keys that a query sees, including its own; None: all earlier keys.
+      window: number of keys that a query sees, including its own, also as an array; None: all earlier keys.
+      kernel: attention of prompts, as `attend`, with these `documents`.
+      has_sinks: whether the last element of each query is its sink.
     """
     keys, all_keys = _write(cache.keys, cache.layer, key, positions)
     values, all_values = _write(cache.values, cache.layer, value, positions)
     cache = Cache(all_keys, all_values)
     if query.shape[1] > 1:
-        return by_heads(partial(attend, choice=choice, window=window), query, key, value, documents=None), cache
+        return by_heads(kernel, query, key, value, documents=documents), cache
     rows, heads, length, size = keys.shape
     index = jnp.arange(length, dtype=jnp.int32)
     visible = index <= positions
     if window is not None:
         visible &= index > positions - window
-    query = query.reshape(rows, heads, -1, size)
+    query = query.reshape(rows, heads, -1, query.shape[-1])
+    query, sink = (query[..., :-1], query[..., -1:]) if has_sinks else (query, query[..., :0])
     keys, values = keys.astype(query.dtype), values.astype(query.dtype)
     scores = jnp.einsum("bkga,bksa->bkgs", query, keys, preferred_element_type=jnp.float32) * size**-0.5
-    probabilities = jax.nn.softmax(jnp.where(visible[:, None, None], scores, -jnp.inf), axis=-1).astype(query.dtype)
+    scores = jnp.concatenate([jnp.where(visible[:, None, None], scores, -jnp.inf), sink.astype(jnp.float32)], -1)
+    probabilities = jax.nn.softmax(scores, axis=-1)[..., :length].astype(query.dtype)
     attended = jnp.einsum("bkgs,bksa->bkga", probabilities, values)
     return attended.reshape(rows, 1, -1, size), cache
 

@@ -100,14 +100,42 @@ class Experts(nnx.Module):
         self.down_proj = weight(config.ffn_dim, config.dim, gain)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        if x.shape[0] != self.gate_proj.shape[0]:
-            raise ValueError(
-                f"{self.gate_proj.shape[0]} experts are on each device and tokens of {x.shape[0]}; pass "
-                "experts=jfsdp.experts to the model where mesh axis 'expert' cuts the experts"
-            )
+        _check_number(x, self.gate_proj)
         wide = (jnp.einsum("end,edf->enf", x, proj[...]) for proj in (self.gate_proj, self.up_proj))
         gate, up = (jax.ad_checkpoint.checkpoint_name(over_tensor(y, -1), "mlp_hidden") for y in wide)
         return jnp.einsum("enf,efd->end", swiglu(gate, up), self.down_proj[...])
+
+
+def _check_number(x: jax.Array, weight: Any) -> None:
+    if x.shape[0] != weight.shape[0]:
+        raise ValueError(
+            f"{weight.shape[0]} experts are on each device and tokens of {x.shape[0]}; pass experts=jfsdp.experts to "
+            "the model where mesh axis 'expert' cuts the experts"
+        )
+
+
+class ClippedExperts(nnx.Module):
+    """The experts of gpt-oss: `down((clip(up) + 1) * gate * sigmoid(1.702 gate)) + bias`. Layout: [E N D] -> [E N D].
+
+    Gate and up alternate along the last dim of one array, as in its checkpoints.
+    """
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, gain: float):
+        num, dim, width = config.num_experts or 0, config.dim, config.ffn_dim
+        init = partial(nnx.initializers.variance_scaling, mode="fan_in", distribution="truncated_normal", batch_axis=0)
+        self.limit = config.swiglu_limit
+        self.gate_up_proj = nnx.Param(init(1.0)(rngs.params(), (num, dim, 2 * width), jnp.float32))
+        self.gate_up_bias = nnx.Param(jnp.zeros((num, 2 * width), jnp.float32))
+        self.down_proj = nnx.Param(init(gain**2)(rngs.params(), (num, width, dim), jnp.float32))
+        self.down_bias = nnx.Param(jnp.zeros((num, dim), jnp.float32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        _check_number(x, self.gate_up_proj)
+        wide = jnp.einsum("end,edf->enf", x, self.gate_up_proj[...]) + self.gate_up_bias[...][:, None]
+        wide = jax.ad_checkpoint.checkpoint_name(over_tensor(wide, -1), "mlp_hidden")
+        gate, up = jnp.minimum(wide[..., ::2], self.limit), jnp.clip(wide[..., 1::2], -self.limit, self.limit)
+        hidden = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
+        return jnp.einsum("enf,efd->end", hidden, self.down_proj[...]) + self.down_bias[...][:, None]
 
 
 class Router(nnx.Module):
@@ -115,11 +143,14 @@ class Router(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         init = nnx.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-        self.kernel = nnx.Param(init(rngs.params(), (config.dim, config.num_experts or 0), jnp.float32))
+        num, has_bias = config.num_experts or 0, config.swiglu_limit is not None
+        self.kernel = nnx.Param(init(rngs.params(), (config.dim, num), jnp.float32))
+        self.bias = nnx.Param(jnp.zeros((num,), jnp.float32)) if has_bias else None
 
     def __call__(self, x: jax.Array) -> jax.Array:
         dtype = jnp.promote_types(x.dtype, jnp.float32)
-        return x.astype(dtype) @ self.kernel[...].astype(dtype)
+        scores = x.astype(dtype) @ self.kernel[...].astype(dtype)
+        return scores if self.bias is None else scores + self.bias[...].astype(dtype)
 
 
 class MoE(nnx.Module):
@@ -128,7 +159,8 @@ class MoE(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, gain: float, experts: ExpertsFn | None):
         self.config, self.run = config, every_expert if experts is None else experts
         self.router = Router(config, rngs=rngs)
-        self.experts = Experts(config, rngs=rngs, gain=gain)
+        kind = Experts if config.swiglu_limit is None else ClippedExperts
+        self.experts = kind(config, rngs=rngs, gain=gain)
 
     def __call__(self, x: jax.Array, real: jax.Array | None, *, drops: bool) -> tuple[jax.Array, Routed]:
         """Return the result, and the losses and metrics of the router.

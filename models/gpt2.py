@@ -94,7 +94,9 @@ class Attention(nn.Module):
         parts = QKV(config, self.dot_general, name="c_attn")(x)
         query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in parts)
         if cache is not None:  # `documents` are positions
-            attended, cache = attend_cached(query, key, value, cache, documents, choice=config.attention)
+            attended, cache = attend_cached(
+                query, key, value, cache, documents, kernel=partial(attend, choice=config.attention)
+            )
         elif config.attention_dropout and not deterministic:  # with `by_heads` all devices would draw the same mask
             kernel = self.context.over_context(self._attend_with_dropout)  # refuses dropout if `context` splits rows
             attended = kernel(query, key, value, documents, dropout_rate=config.attention_dropout)

@@ -21,6 +21,9 @@ the names are `layers.0.attn...`). Kernels are `[in, out]`; H heads, K key/value
     layers.attn.o_proj.bias  [D]            (out_bias)
     layers.mlp.router.kernel [D, E]        layers.mlp.experts.{gate,up}_proj [E, D, F]   (num_experts: in place of
     layers.mlp.experts.down_proj [E, F, D]                                                the kernels of the MLP)
+    layers.mlp.experts.gate_up_proj [E, D, 2F]   (swiglu_limit: alternating, in place of both; with biases
+                                                  layers.mlp.{router.bias,experts.gate_up_bias,experts.down_bias})
+    layers.attn.sinks [H]   (sinks)
 
 Dtypes: parameters are created in float32, and compute is in the dtype of the weights. With bfloat16 weights everything
 is bfloat16, except the inside of norms, the softmax and the rotation, which are float32 and cast back.
@@ -39,8 +42,9 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
-from .attention import attend, choose_attention, describe_attention, document_view
+from .attention import attend, choose_attention, describe_attention, document_view, with_sinks
 from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
+from .checks import MAX_SIZE
 from .chunks import by_chunks
 from .context import WHOLE, Context
 from .elementwise import rms_norm, swiglu
@@ -207,6 +211,7 @@ class Attention(nnx.Module):
         self.o_proj = linear(query_dim, config.dim, use_bias=config.out_bias, gain=_residual_gain(config))
         self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+        self.sinks = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32)) if config.sinks else None
 
     def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries and keys, and values. Layout: [B T D] -> [B T H A], [B T K A], [B T K A]."""
@@ -219,12 +224,15 @@ class Attention(nnx.Module):
             query, key = self.q_norm(query), self.k_norm(key)
         return apply_rope(query, (cos, sin)), apply_rope(key, (cos, sin)), value
 
-    def _kernel(self) -> Callable[..., jax.Array]:
-        """Return attention of queries, keys, values and documents; see `Llama._documents`."""
+    def _kernel(self, is_full: Any) -> Callable[..., jax.Array]:
+        """Return attention of queries, keys, values and documents; see `Llama._documents`.
+
+        Args:
+          is_full: whether the layer sees all keys; an array if layers are stacked. None: all layers are alike.
+        """
         config, gathered = self.config, self.context.attention
         if config.context_by == "heads" or gathered is None:
-            kernel = partial(attend, choice=config.attention, window=config.local_window_size)
-            return self.context.over_context(kernel)
+            return self.context.over_context(self._whole_kernel(is_full))
 
         def by_keys(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
             return gathered(
@@ -240,14 +248,36 @@ class Attention(nnx.Module):
 
         return by_keys
 
-    def __call__(self, qkv: tuple[jax.Array, ...], documents: Any, cache: Cache | None = None) -> Any:
+    def _whole_kernel(self, is_full: Any) -> Callable[..., jax.Array]:
+        """Return attention of whole rows; see `_kernel`."""
+        config = self.config
+        kernel = partial(attend, choice=config.attention, window=config.local_window_size, has_sinks=config.sinks)
+        whole = partial(kernel, window=None)
+        if not isinstance(is_full, jax.Array):
+            return whole if is_full else kernel
+        if self.context is not WHOLE:
+            raise ValueError(
+                "LlamaConfig.full_attention_every with stacked=True is not available for rows that mesh axis 'context' "
+                "splits; use stacked=False"
+            )
+        # The flag is an argument, since a `shard_map` around the function cannot read values outside of it.
+        return lambda q, k, v, documents: jax.lax.cond(documents[1], whole, kernel, q, k, v, documents[0])
+
+    def __call__(
+        self, qkv: tuple[jax.Array, ...], documents: Any, cache: Cache | None = None, is_full: Any = None
+    ) -> Any:
         config = self.config
         query, key, value = (checkpoint_name(over_tensor(part, 2, HEADS), "qkv") for part in qkv)
+        query = query if self.sinks is None else with_sinks(query, self.sinks[...])
         if cache is None:
-            attended = by_heads(self._kernel(), query, key, value, documents=documents)
+            documents = (documents, is_full) if isinstance(is_full, jax.Array) else documents
+            attended = by_heads(self._kernel(is_full), query, key, value, documents=documents)
         else:  # `documents` are positions
-            kernel = partial(attend_cached, choice=config.attention, window=config.local_window_size)
-            attended, cache = kernel(query, key, value, cache, documents)
+            window = config.local_window_size
+            window = window if is_full is None else jnp.where(is_full, MAX_SIZE, window)
+            how = {"window": window, "kernel": self._whole_kernel(is_full), "has_sinks": config.sinks}
+            kind = (None, is_full) if isinstance(is_full, jax.Array) else None
+            attended, cache = attend_cached(query, key, value, cache, documents, documents=kind, **how)
         return checkpoint_name(over_tensor(attended, 2, HEADS), "attended"), cache
 
 
@@ -299,10 +329,11 @@ class DecoderLayer(nnx.Module):
         documents: Any,
         cache: Cache | None = None,
         real: jax.Array | None = None,
+        is_full: Any = None,
     ) -> Any:
         """Return `x`, and with a cache the cache, otherwise with experts their `Routed`."""
         chunk = self.config.token_chunk if cache is None else None
-        attended, cache = self.attn(by_chunks(self._project, chunk, x, *rope), documents, cache)
+        attended, cache = self.attn(by_chunks(self._project, chunk, x, *rope), documents, cache, is_full)
         if isinstance(self.mlp, MLP):
             x = by_chunks(self._feed_forward, chunk, x, attended)
             return x if cache is None else (x, cache)
@@ -420,7 +451,7 @@ class Llama(nnx.Module):
         return document_view(
             context.whole_rows(segment_ids),
             x,
-            config.attention,
+            "xla" if config.sinks else config.attention,
             head_size=config.head_size,
             max_documents=config.documents_per_row,
         )
@@ -433,34 +464,40 @@ class Llama(nnx.Module):
     ) -> tuple[jax.Array, Cache]:
         if isinstance(self.layers, nnx.List):
             for number, layer in enumerate(self.layers):
-                x, cache = layer(x, rope, positions, cache.at(number), real)
+                x, cache = layer(x, rope, positions, cache.at(number), real, self._is_full(number))
             return x, cache
 
         @nnx.scan(in_axes=(nnx.Carry, 0, 0, None, None), out_axes=nnx.Carry)
         def scan_layers(carry, layer, number, rope, positions):
-            return layer(carry[0], rope, positions, carry[1].at(number), real)
+            return layer(carry[0], rope, positions, carry[1].at(number), real, self._is_full(number))
 
         return scan_layers((x, cache), self.layers, jnp.arange(self.config.num_layers), rope, positions)
+
+    def _is_full(self, number: Any) -> Any:
+        """Return whether a layer sees all keys; None if all layers are alike."""
+        every = self.config.full_attention_every
+        return None if every is None else (number + 1) % every == 0
 
     def _run_layers(
         self, x: jax.Array, rope: Rope, documents: Any, routed: Routed | None, real: jax.Array | None
     ) -> tuple[jax.Array, Routed | None]:
         def run(
-            carry: Any, layer: DecoderLayer, rope: Rope, documents: Any, real: Any
+            carry: Any, layer: DecoderLayer, is_full: Any, rope: Rope, documents: Any, real: Any
         ) -> tuple[jax.Array, Routed | None]:
             x, routed = carry
             if routed is None:
-                return layer(x, rope, documents), None
-            x, found = layer(x, rope, documents, None, real)
+                return layer(x, rope, documents, is_full=is_full), None
+            x, found = layer(x, rope, documents, None, real, is_full)
             return x, routed.add(found)
 
         carry = (x, routed)
         if isinstance(self.layers, nnx.List):
-            for layer in self.layers:
-                carry = run(carry, layer, rope, documents, real)
+            for number, layer in enumerate(self.layers):
+                carry = run(carry, layer, self._is_full(number), rope, documents, real)
             return carry
-        scan_layers = nnx.scan(run, in_axes=(nnx.Carry, 0, None, None, None), out_axes=nnx.Carry)
-        return scan_layers(carry, self.layers, rope, documents, None if routed is None else real)
+        scan_layers = nnx.scan(run, in_axes=(nnx.Carry, 0, 0, None, None, None), out_axes=nnx.Carry)
+        kinds = self._is_full(jnp.arange(self.config.num_layers))
+        return scan_layers(carry, self.layers, kinds, rope, documents, None if routed is None else real)
 
 
 def placements(config: LlamaConfig) -> Placements:
@@ -471,7 +508,12 @@ def placements(config: LlamaConfig) -> Placements:
     if config.num_experts is None:
         return dense
     wide, narrow = PartitionSpec("expert", None, AXIS), PartitionSpec("expert", AXIS)
-    own = {f"**.mlp.experts.{name}_proj": spec for name, spec in (("gate", wide), ("up", wide), ("down", narrow))}
+    own: Placements = {"**.mlp.experts.down_proj": narrow}
+    if config.swiglu_limit is None:
+        own |= dict.fromkeys(("**.mlp.experts.gate_proj", "**.mlp.experts.up_proj"), wide)
+    else:
+        own |= {"**.mlp.experts.gate_up_proj": wide, "**.mlp.experts.gate_up_bias": PartitionSpec("expert", AXIS)}
+        own |= {"**.mlp.experts.down_bias": PartitionSpec("expert")}
     return {glob: spec for glob, spec in dense.items() if ".mlp." not in glob} | own
 
 
@@ -502,7 +544,9 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "decay_mask": decay_mask,
         "vocab_size": config.vocab_size,
         "documents_per_row": config.documents_per_row,
-        "attention": partial(describe_attention, config.attention, config.head_size, config.documents_per_row),
+        "attention": partial(
+            describe_attention, "xla" if config.sinks else config.attention, config.head_size, config.documents_per_row
+        ),
         "seq_len": seq_len,
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,

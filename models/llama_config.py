@@ -83,6 +83,9 @@ class LlamaConfig:
       rope_scaling: scaling of the rotary embedding, or None.
       local_window_size: number of keys that a query sees, including its own (Mistral's `sliding_window`); None: all
         earlier keys.
+      full_attention_every: with a window, every n-th layer sees all earlier keys (2 in gpt-oss); None: no layer.
+      sinks: one learned score per head in the softmax of attention, that belongs to no key (gpt-oss). Attention is
+        then computed by XLA.
       tied: the head is the transposed embedding, and there is no `lm_head`.
       qkv_bias: biases on the query, key and value projections (Qwen 2).
       out_bias: a bias on the output projection of attention (with `qkv_bias`: Hugging Face's `attention_bias`).
@@ -100,6 +103,8 @@ class LlamaConfig:
       num_experts: E, the experts of each layer in place of its MLP, of width `ffn_dim`; None: an MLP.
       experts_per_token: k, experts of each token.
       normalize_experts: divide the router's k scores of a token by their sum (Hugging Face's `norm_topk_prob`).
+      swiglu_limit: experts as in gpt-oss: gate and up are one array, clipped at this limit, with biases, also of the
+        router; None: a SwiGLU without biases.
       capacity: places of an expert for the tokens of a row, in multiples of `T k / E`, the mean; tokens beyond it pass
         the layer by. None: no limit, at E/k times the products. Generation has no limit.
       expert_parts: number of equal parts of the places, whose all-to-alls over mesh axis `expert` can run beside the
@@ -125,6 +130,8 @@ class LlamaConfig:
     rope_theta: float = 500_000.0
     rope_scaling: RopeScaling | None = None
     local_window_size: int | None = None
+    full_attention_every: int | None = None
+    sinks: bool = False
     tied: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -138,6 +145,7 @@ class LlamaConfig:
     num_experts: int | None = None
     experts_per_token: int = 2
     normalize_experts: bool = True
+    swiglu_limit: float | None = None
     capacity: float | None = 1.25
     expert_parts: int = 1
     expert_send: Literal["copies", "tokens"] = "copies"
@@ -156,9 +164,21 @@ class LlamaConfig:
                 f"LlamaConfig.local_window_size={self.local_window_size!r} must be at least 1 (the query itself); "
                 "pass None for no window"
             )
+        if self.full_attention_every is not None:
+            require_counts(self, "full_attention_every")
+            if self.local_window_size is None:
+                raise ValueError(
+                    f"LlamaConfig.full_attention_every={self.full_attention_every} needs local_window_size, the window "
+                    "of the other layers"
+                )
+        if self.sinks and (self.attention == "cudnn" or self.context_by == "keys"):
+            raise ValueError(
+                "LlamaConfig.sinks needs attention='xla' or 'auto', and context_by='heads': cuDNN has no derivative "
+                "for sinks"
+            )
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise ValueError(f"LlamaConfig.rope_scaling={self.rope_scaling!r} must be a RopeScaling, or None")
-        require_bool(self, "tied", "qkv_bias", "out_bias", "qk_norm", "stacked")
+        require_bool(self, "sinks", "tied", "qkv_bias", "out_bias", "qk_norm", "stacked")
         if self.num_heads % self.num_kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             raise ValueError(
@@ -225,7 +245,9 @@ class LlamaConfig:
         """Number of parameters; a tied head counts once."""
         norms = 2 * self.dim + (2 * self.head_size if self.qk_norm else 0)
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_size if self.qkv_bias else 0
-        biases += self.dim if self.out_bias else 0
+        biases += (self.dim if self.out_bias else 0) + (self.num_heads if self.sinks else 0)
+        if self.swiglu_limit is not None:
+            biases += (self.num_experts or 0) * (2 * self.ffn_dim + self.dim + 1)
         tables = self.vocab_size * self.dim * (1 if self.tied else 2)
         return self.num_layers * (self.matmul_params_per_layer + norms + biases) + self.dim + tables
 
@@ -241,8 +263,11 @@ def flops_per_token(config: LlamaConfig, num_keys: float) -> float:
     Recomputed activations do not count: this is for MFU, not for hardware utilization.
     """
     matmul_params = config.num_layers * config.matmul_params_per_token + config.dim * config.vocab_size
-    num_keys = min(num_keys, config.local_window_size or num_keys)
-    return 6.0 * matmul_params + 12.0 * config.num_layers * config.num_heads * config.head_size * num_keys
+    window, num_full = min(num_keys, config.local_window_size or num_keys), 0
+    if config.full_attention_every is not None:
+        num_full = config.num_layers // config.full_attention_every
+    all_keys = num_full * num_keys + (config.num_layers - num_full) * window
+    return 6.0 * matmul_params + 12.0 * config.num_heads * config.head_size * all_keys
 
 
 _llama3 = partial(LlamaConfig, vocab_size=128_256, num_kv_heads=8)
@@ -252,6 +277,24 @@ _qwen = partial(LlamaConfig, rope_theta=1e6, norm_eps=1e-6)
 _mixtral = partial(LlamaConfig, num_kv_heads=8, rope_theta=1e6, num_experts=8, experts_per_token=2)
 _qwen_moe = partial(
     _qwen, vocab_size=151_936, num_kv_heads=4, head_dim=128, qk_norm=True, num_experts=128, experts_per_token=8
+)
+_gpt_oss = partial(
+    LlamaConfig,
+    vocab_size=201_088,
+    dim=2880,
+    num_heads=64,
+    num_kv_heads=8,
+    head_dim=64,
+    ffn_dim=2880,
+    rope_theta=150_000.0,
+    rope_scaling=RopeScaling(kind="yarn", factor=32.0, original_context=4096, truncate=False),
+    local_window_size=128,
+    full_attention_every=2,
+    sinks=True,
+    qkv_bias=True,
+    out_bias=True,
+    experts_per_token=4,
+    swiglu_limit=7.0,
 )
 
 PRESETS: dict[str, LlamaConfig] = {
@@ -291,6 +334,8 @@ PRESETS: dict[str, LlamaConfig] = {
     "mixtral-8x22b": _mixtral(vocab_size=32_768, dim=6144, num_layers=56, num_heads=48, ffn_dim=16_384),
     "qwen3-30b-a3b": _qwen_moe(dim=2048, num_layers=48, num_heads=32, ffn_dim=768),
     "qwen3-235b-a22b": _qwen_moe(dim=4096, num_layers=94, num_heads=64, ffn_dim=1536),
+    "gpt-oss-20b": _gpt_oss(num_layers=24, num_experts=32),
+    "gpt-oss-120b": _gpt_oss(num_layers=36, num_experts=128),
     # As llama-tiny, with eight experts.
     "moe-tiny": LlamaConfig(
         vocab_size=264,

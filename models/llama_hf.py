@@ -42,6 +42,16 @@ _EXPERTS = {
     "mixtral": ("block_sparse_moe.gate", "block_sparse_moe.experts.{e}", ("w1", "w3", "w2")),
     "qwen3_moe": ("mlp.gate", "mlp.experts.{e}", ("gate_proj", "up_proj", "down_proj")),
 }
+# Of gpt-oss, whose experts are fused and multiply as ours do.
+_GPT_OSS = [
+    ("layers.{i}.attn.sinks", "model.layers.{i}.self_attn.sinks"),
+    ("layers.{i}.mlp.router.kernel", "model.layers.{i}.mlp.router.weight", "in out -> out in"),
+    ("layers.{i}.mlp.router.bias", "model.layers.{i}.mlp.router.bias"),
+    ("layers.{i}.mlp.experts.gate_up_proj", "model.layers.{i}.mlp.experts.gate_up_proj"),
+    ("layers.{i}.mlp.experts.gate_up_bias", "model.layers.{i}.mlp.experts.gate_up_proj_bias"),
+    ("layers.{i}.mlp.experts.down_proj", "model.layers.{i}.mlp.experts.down_proj"),
+    ("layers.{i}.mlp.experts.down_bias", "model.layers.{i}.mlp.experts.down_proj_bias"),
+]
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -54,6 +64,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": {"num_key_value_heads": 32, "sliding_window": 4096, "head_dim": 128},
     "mixtral": {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     "qwen3_moe": {"num_key_value_heads": 4, "sliding_window": 4096, "moe_intermediate_size": 768},
+    "gpt_oss": {
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 128,
+        "rope_theta": 150_000.0,
+    },
 }
 
 
@@ -67,8 +84,8 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
     read = Options({**_DEFAULTS[options["model_type"]], **options})
     read.take_only("hidden_act", "silu")
     read.take_only("attention_dropout", 0)
-    read.take_only("attention_bias", False, *[True] * (read.architecture in ("llama", "qwen3", "qwen3_moe")))
-    bias = read.take("attention_bias", False)
+    read.take_only("attention_bias", False, *[True] * (read.architecture in ("llama", "qwen3", "qwen3_moe", "gpt_oss")))
+    bias = read.take("attention_bias", read.architecture == "gpt_oss")
     read.take_only("mlp_bias", False)
     heads, dim = read.count("num_attention_heads", maximum=MAX_HEADS), read.count("hidden_size")
     fields = {
@@ -84,7 +101,7 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
         "qkv_bias": read.architecture == "qwen2" or bias,
         "out_bias": bias,
         "qk_norm": read.architecture.startswith("qwen3"),
-        "local_window_size": _window(read),
+        **_windows(read),
         **_rope(read),
         **_experts(read),
     }
@@ -94,6 +111,8 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def _experts(read: Options) -> dict[str, Any]:
     """Read the options of experts; for other architectures, that there are none."""
+    if read.architecture == "gpt_oss":
+        return _clipped_experts(read)
     if read.architecture not in _EXPERTS:
         return {"num_experts": None}
     is_qwen = read.architecture == "qwen3_moe"
@@ -112,6 +131,37 @@ def _experts(read: Options) -> dict[str, Any]:
         fields["ffn_dim"] = read.count("moe_intermediate_size")
     coefficient = read.take("router_aux_loss_coef", 0.001)
     return fields | {"balance_loss": fields["experts_per_token"] * coefficient}
+
+
+def _clipped_experts(read: Options) -> dict[str, Any]:
+    """Read the options of experts of gpt-oss, whose weights may be in mxfp4."""
+    read.skip(["initial_context_length", "experts_per_token", "output_router_logits"])
+    read.take_only("swiglu_alpha", 1.702)
+    quantized = read.take("quantization_config") or {"quant_method": "mxfp4"}
+    if quantized.get("quant_method") != "mxfp4":
+        raise refusal("quantization_config.quant_method", quantized.get("quant_method"), ["mxfp4"])
+    k = read.count("num_experts_per_tok", 4)
+    return {
+        "num_experts": read.count("num_local_experts", 128),
+        "experts_per_token": k,
+        "normalize_experts": True,
+        "balance_loss": k * read.take("router_aux_loss_coef", 0.9),
+        "swiglu_limit": read.number("swiglu_limit", 7.0),
+        "sinks": True,
+    }
+
+
+def _windows(read: Options) -> dict[str, Any]:
+    """Read the window of attention, and in which layers it is."""
+    if read.architecture != "gpt_oss":
+        return {"local_window_size": _window(read)}
+    num, window = read.need("num_hidden_layers"), read.need("sliding_window")
+    kinds = read.take("layer_types") or ["sliding_attention", "full_attention"] * num
+    every = next((place + 1 for place, kind in enumerate(kinds) if kind == "full_attention"), 0)
+    pattern = ["sliding_attention"] * (every - 1) + ["full_attention"]
+    if not every or list(kinds[:num]) != (pattern * num)[:num]:
+        raise refusal("layer_types", kinds, ["one full_attention after equally many sliding_attention"])
+    return {"local_window_size": window, "full_attention_every": every}
 
 
 def _window(read: Options) -> int | None:
@@ -221,6 +271,10 @@ def _expert_options(architecture: str, config: LlamaConfig) -> dict[str, Any]:
     }
     if architecture == "mixtral":
         return options
+    if architecture == "gpt_oss":
+        kinds = ["sliding_attention"] * ((config.full_attention_every or 1) - 1) + ["full_attention"]
+        options["layer_types"] = (kinds * config.num_layers)[: config.num_layers]
+        return options | {"swiglu_limit": config.swiglu_limit}
     width = {"moe_intermediate_size": config.ffn_dim, "norm_topk_prob": config.normalize_experts}
     return options | {"num_experts": config.num_experts, "decoder_sparse_step": 1, "mlp_only_layers": []} | width
 
@@ -237,7 +291,7 @@ def _scaling_options(scaling: RopeScaling) -> dict[str, Any]:
 def _architecture(config: LlamaConfig) -> str:
     # Mistral without a window equals Llama, but transformers requires that a Llama's heads divide its width.
     can_be_llama = config.local_window_size is None and config.dim % config.num_heads == 0
-    if config.num_experts is not None:
+    if config.num_experts is not None or config.sinks or config.full_attention_every is not None:
         return _architecture_with_experts(config)
     if config.qk_norm and config.qkv_bias == config.out_bias:
         return "qwen3"
@@ -253,6 +307,14 @@ def _architecture(config: LlamaConfig) -> str:
 
 
 def _architecture_with_experts(config: LlamaConfig) -> str:
+    is_clipped = config.swiglu_limit is not None and config.num_experts is not None
+    if is_clipped and config.sinks and config.qkv_bias and config.out_bias and not config.qk_norm:
+        return "gpt_oss"
+    if is_clipped or config.sinks or config.full_attention_every is not None:
+        raise ValueError(
+            "LlamaConfig: swiglu_limit, sinks, full_attention_every and biases of attention are those of gpt-oss "
+            "together; no architecture in Hugging Face has only some of them"
+        )
     if config.qk_norm and config.qkv_bias == config.out_bias:
         return "qwen3_moe"
     if config.qk_norm or config.qkv_bias or config.out_bias or not config.normalize_experts:
@@ -268,7 +330,7 @@ def _architecture_with_experts(config: LlamaConfig) -> str:
 def _window_options(architecture: str, window: int | None) -> dict[str, Any]:
     if architecture == "llama":
         return {}
-    if architecture in ("mistral", "mixtral"):
+    if architecture in ("mistral", "mixtral", "gpt_oss"):
         return {"sliding_window": window}
     return {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
 
@@ -288,6 +350,9 @@ def pretrained_names(config: LlamaConfig) -> dict[str, Any]:
     """Return the names of a model's parameters in checkpoints of Hugging Face, torchtitan and Meta."""
     if config.num_experts is None:
         return {**PRETRAINED, "others": titan_names(config)}
+    if config.swiglu_limit is not None:
+        rules = [rule for rule in RULES if ".mlp." not in rule[0]] + _GPT_OSS
+        return {**PRETRAINED, "rules": rules, "view": Mxfp4}
     router, expert, projections = _EXPERTS["qwen3_moe" if config.qk_norm else "mixtral"]
     rules = [rule for rule in RULES if ".mlp." not in rule[0]]
     rules.append(("layers.{i}.mlp.router.kernel", f"model.layers.{{i}}.{router}.weight", "in out -> out in"))
@@ -325,3 +390,40 @@ class Split:
         fused, first = self.parts[name]
         rows = slice(index[1].start + first, index[1].stop + first)
         return self.source.read(fused, (index[0], rows, *index[2:]))
+
+
+# Values of the 16 codes of mxfp4, in units of a block's scale.
+_FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+
+
+class Mxfp4:
+    """A checkpoint of gpt-oss with decoded weights in place of mxfp4: `x_blocks`, `x_scales` -> `x`, in bfloat16.
+
+    Blocks are of 32 inputs, two codes in a byte (the first in the low bits), with a power of two in a byte.
+
+    Layout:  blocks [E out in/32 16], scales [E out in/32] uint8 -> [E in out]
+    Source:  OCP Microscaling Formats 1.0; order of bytes as in transformers.
+    """
+
+    def __init__(self, source: Any):
+        self.source, self.arrays = source, dict[str, Any]()
+        for name, array in source.arrays.items():
+            if name.endswith("_blocks"):
+                num, out, blocks, half = array.shape
+                shape = num, blocks * 2 * half, out
+                self.arrays[name.removesuffix("_blocks")] = jax.ShapeDtypeStruct(shape, jax.numpy.bfloat16)
+            elif not name.endswith("_scales"):
+                self.arrays[name] = array
+
+    def read(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        """Read one slice of one array."""
+        if name in self.source.arrays:
+            return self.source.read(name, index)
+        experts, ins, outs = index
+        blocks = slice(ins.start // 32, -(-ins.stop // 32))
+        codes = self.source.read(f"{name}_blocks", (experts, outs, blocks, slice(0, 16)))
+        scales = self.source.read(f"{name}_scales", (experts, outs, blocks)).astype(np.int32) - 127
+        pairs = np.stack([_FP4[codes & 15], _FP4[codes >> 4]], -1).reshape(*codes.shape[:3], 32)
+        whole = np.ldexp(pairs, scales[..., None]).reshape(*codes.shape[:2], -1)
+        part = whole[..., ins.start - 32 * blocks.start : ins.stop - 32 * blocks.start]
+        return part.swapaxes(1, 2).astype(jax.numpy.bfloat16)
