@@ -208,7 +208,7 @@ def with_sinks(query: jax.Array, sinks: jax.Array) -> jax.Array:
 def _attend_with_sinks(query: jax.Array, key: jax.Array, value: jax.Array, documents: Any, window: int | None) -> Any:
     """Compute attention whose softmax has one more score per head, the sink, that belongs to no key.
 
-    The kernel is XLA's: cuDNN drops the derivative of its statistics.
+    It is written out, since `jax.nn.dot_product_attention` drops the derivative of its statistics (JAX 0.10 to 0.12).
     Source: attention sinks of gpt-oss.
     """
     if query.shape[1] > LONGEST_WHOLE:
@@ -263,15 +263,22 @@ def attend_queries(
     if segment_ids is not None:
         mask &= segment_ids[:, first:end, None] == segment_ids[:, None, start:end]
     if kernel == "sinks":
-        query, sink = query[..., :-1], query[..., -1].astype(jnp.float32)
-        keys, values = (x[:, start:end] for x in (key, value))
-        out, norm = jax.nn.dot_product_attention(
-            query, keys, values, mask=mask[:, None], implementation="xla", return_residual=True
-        )
-        return (out * jax.nn.sigmoid(norm.astype(jnp.float32) - sink)[..., None]).astype(out.dtype)
+        return _softmax_with_sinks(query, key[:, start:end], value[:, start:end], mask)
     return jax.nn.dot_product_attention(
         query, key[:, start:end], value[:, start:end], mask=mask[:, None], implementation=kernel
     )
+
+
+def _softmax_with_sinks(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
+    """Compute attention in float32 or wider. Layout: [B T H A+1], [B S K A], [B S K A], [B T S] -> [B T H A]."""
+    rows, tokens, heads, size = query.shape
+    query = query.reshape(rows, tokens, key.shape[2], -1, size)
+    query, sink = query[..., :-1], query[..., -1:].transpose(0, 2, 3, 1, 4)
+    dtype = jnp.promote_types(query.dtype, jnp.float32)
+    scores = jnp.einsum("btkga,bska->bkgts", query, key, preferred_element_type=dtype) * (size - 1) ** -0.5
+    scores = jnp.concatenate([jnp.where(mask[:, None, None], scores, -jnp.inf), sink.astype(dtype)], -1)
+    shares = jax.nn.softmax(scores, axis=-1)[..., :-1].astype(value.dtype)
+    return jnp.einsum("bkgts,bska->btkga", shares, value).reshape(rows, tokens, heads, -1)
 
 
 def _cudnn_serves(query: Any) -> bool:

@@ -330,6 +330,8 @@ class DecoderLayer(nnx.Module):
         cache: Cache | None = None,
         real: jax.Array | None = None,
         is_full: Any = None,
+        *,
+        drops: bool = False,
     ) -> Any:
         """Return `x`, and with a cache the cache, otherwise with experts their `Routed`."""
         chunk = self.config.token_chunk if cache is None else None
@@ -338,7 +340,7 @@ class DecoderLayer(nnx.Module):
             x = by_chunks(self._feed_forward, chunk, x, attended)
             return x if cache is None else (x, cache)
         x = self._attend(x, attended)
-        y, routed = self.mlp(whole_rows(self.mlp_norm(x)), real, drops=cache is None)
+        y, routed = self.mlp(whole_rows(self.mlp_norm(x)), real, drops=drops)
         return x + split_tokens(y), routed if cache is None else cache
 
     def _project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, ...]:
@@ -424,7 +426,7 @@ class Llama(nnx.Module):
         rope = rope_table(config, positions, real, context)
         documents, x = self._documents(segment_ids, split_tokens(looked_up(self.embed(tokens))))
         routed = None if config.num_experts is None else not_routed(tokens)
-        x, routed = self._run_layers(x, rope, documents, routed, real)
+        x, routed = self._run_layers(x, rope, documents, routed, real, drops=targets is not None)
         x = whole_rows(self.norm(x))
         if targets is None or weights is None:
             return self._logits(x)
@@ -479,7 +481,14 @@ class Llama(nnx.Module):
         return None if every is None else (number + 1) % every == 0
 
     def _run_layers(
-        self, x: jax.Array, rope: Rope, documents: Any, routed: Routed | None, real: jax.Array | None
+        self,
+        x: jax.Array,
+        rope: Rope,
+        documents: Any,
+        routed: Routed | None,
+        real: jax.Array | None,
+        *,
+        drops: bool,
     ) -> tuple[jax.Array, Routed | None]:
         def run(
             carry: Any, layer: DecoderLayer, is_full: Any, rope: Rope, documents: Any, real: Any
@@ -487,7 +496,7 @@ class Llama(nnx.Module):
             x, routed = carry
             if routed is None:
                 return layer(x, rope, documents, is_full=is_full), None
-            x, found = layer(x, rope, documents, None, real, is_full)
+            x, found = layer(x, rope, documents, None, real, is_full, drops=drops)
             return x, routed.add(found)
 
         carry = (x, routed)

@@ -106,7 +106,7 @@ class LlamaConfig:
       swiglu_limit: experts as in gpt-oss: gate and up are one array, clipped at this limit, with biases, also of the
         router; None: a SwiGLU without biases.
       capacity: places of an expert for the tokens of a row, in multiples of `T k / E`, the mean; tokens beyond it pass
-        the layer by. None: no limit, at E/k times the products. Generation has no limit.
+        the layer by. None: no limit, at E/k times the products. Logits and generation have no limit.
       expert_parts: number of equal parts of the places, whose all-to-alls over mesh axis `expert` can run beside the
         products of others; see `jfsdp.experts`.
       expert_send: "copies" or "tokens", what is sent over that axis.

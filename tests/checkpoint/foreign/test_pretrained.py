@@ -44,6 +44,7 @@ LLAMA3_ROPE = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": 40}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 NO_IDS = {"bos_token_id": None, "eos_token_id": None}
 MODELS = {
     "llama": ("llama", LLAMA),
@@ -59,6 +60,9 @@ MODELS = {
     "qwen2-window": ("qwen2", {**LLAMA, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 0}),
     "qwen3": ("qwen3", {**LLAMA, "head_dim": 16, "tie_word_embeddings": True}),
     "qwen3-bias": ("qwen3", {**LLAMA, "head_dim": 16, "attention_bias": True}),
+    "mixtral": ("mixtral", {**LLAMA, **EXPERTS}),
+    "qwen3-moe": ("qwen3_moe", {**LLAMA, **EXPERTS, "moe_intermediate_size": 24, "head_dim": 8}),
+    "gpt-oss": ("gpt_oss", {**LLAMA, **EXPERTS, "head_dim": 8, "sliding_window": 5}),
     "gpt2": ("gpt2", {**GPT2, **NO_IDS}),
 }
 TOKENS = np.random.default_rng(0).integers(0, VOCAB, (2, SEQ_LEN)).astype(np.int32)
@@ -121,7 +125,7 @@ def relative(ours, reference):
     return np.abs(np.asarray(ours) - reference).max() / np.abs(reference).max()
 
 
-FORMS = [*((name, True) for name in MODELS), *((name, False) for name in ("llama-bias", "qwen3", "gpt2"))]
+FORMS = [*((name, True) for name in MODELS), *((name, False) for name in ("llama-bias", "qwen3", "gpt-oss", "gpt2"))]
 
 
 @pytest.mark.parametrize(("name", "stacked"), FORMS)
