@@ -47,7 +47,7 @@ def test_a_step_on_a_mesh_equals_the_plain_model(kind, stacked):
     """The plain model computes every token by all experts, and drops the same copies."""
     job = job_of(kind, stacked=stacked, z_loss=0.01)
     model = job.with_experts(job.model, jfsdp.experts)
-    mesh = jfsdp.make_mesh(fsdp=2, expert=2, tensor=2)
+    mesh = jfsdp.make_mesh(fsdp=2, expert=2, tensor=2) if kind == "gpt-oss" else jfsdp.make_mesh(fsdp=2, expert=4)
     sharded = jfsdp.fully_shard(model, mesh=mesh, units=job.units, placements=job.placements)
     state = sharded.init(optax.sgd(1.0))
     plain = sharded.to_flax(state)
@@ -59,7 +59,7 @@ def test_a_step_on_a_mesh_equals_the_plain_model(kind, stacked):
 
     (loss, aux), grads = nnx.jit(nnx.value_and_grad(mean, has_aux=True))(rebuilt)
     before = {name: np.asarray(x) for name, x in state.params.items()}
-    state, metrics = sharded.train_step(job.loss, optax.sgd(1.0))(state, batch())
+    state, metrics = sharded.train_step(job.loss, optax.sgd(1.0), check_loss=False)(state, batch())
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
     assert metrics["dropped"] == pytest.approx(float(aux["dropped"].total / aux["dropped"].weight), rel=1e-5)
     assert metrics["dropped"] > 0.01 and metrics["expert_load"] == pytest.approx(float(aux["expert_load"].maximum))
