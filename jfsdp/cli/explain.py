@@ -33,8 +33,8 @@ class Explain(Reporting, ShardingOptions):
     """
 
     mesh: Mesh = option((("fsdp", 8),), "most used", read=read_mesh)
-    """Number of devices of each mesh axis: replica, fsdp, context, tensor.
-    fsdp and context shard the state according to --strategy; replica replicates it."""
+    """Number of devices of each mesh axis: replica, fsdp, expert, context, tensor.
+    fsdp, expert and context shard the state according to --strategy; replica replicates it."""
     wide: bool = option(False, "output")
     """Add a table of leaves with unit, stages, bytes, and the reason for the sharding."""
 

@@ -92,10 +92,11 @@ class ShardingOptions(Options):
     """Fields of the model's configuration: --model-config num_layers=2 stacked=false."""
 
     mesh: Mesh = option((("fsdp", -1),), "most used", "rounding", read=parse.read_mesh)
-    """Number of devices of each mesh axis: pipe, replica, fsdp, context, tensor. -1 takes the rest.
+    """Number of devices of each mesh axis: pipe, replica, fsdp, expert, context, tensor. -1 takes the rest.
     fsdp shards the state according to --strategy. replica replicates it: replica=-1,fsdp=8 shards over groups of 8
-    devices. context splits the tokens of rows, and shards the state like fsdp. tensor splits the weights for which the
-    model has rules, and their computation. pipe splits the layers into stages."""
+    devices. expert shards the state like fsdp, and splits the experts of a mixture. context splits the tokens of rows,
+    and shards the state like fsdp. tensor splits the weights for which the model has rules, and their computation. pipe
+    splits the layers into stages."""
     strategy: Annotated[str | int, text("NAME|0..3")] = option(
         "full_shard", "most used", "rounding", read=parse.read_strategy
     )
@@ -223,7 +224,7 @@ class StepOptions(ShardingOptions):
     """All options that decide the program of a training step."""
 
     batch_per_device: Count = option(1, "most used", "refused", least=1)
-    """Rows per step for each of the replica x fsdp data shards."""
+    """Rows per step for each of the replica x fsdp x expert data shards."""
     seq_len: Number = option(None, "most used", "refused", least=1)
     """Tokens per sequence. none: the model's."""
     cross_documents: bool = option(False, "data", "refused")
