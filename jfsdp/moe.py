@@ -9,7 +9,7 @@ are whole, and XLA partitions the batched products. Without the axis, or with si
 
 [Note: places]
 Each expert has C places for each row, and a row's tokens take the places of an expert in the order of the tokens. So
-what is dropped depends on no other row, on no later token, and not on the number of devices. A row is GShard's group
+the dropped copies depend on no other row, on no later token, and not on the number of devices. A row is GShard's group
 (arXiv 2006.16668). Each token is copied to k places by a gather, and k results are summed by a gather: each is the
 transpose of the other, so neither direction has a scatter. The weight of a copy is applied before the result is sent
 back, so that a backward needs no result of an expert again: with "expert_tokens" and "expert_places" saved
@@ -104,9 +104,9 @@ def experts(
       normalize: whether to divide the chosen scores by their sum.
       bias: [E], added to scores where experts are chosen, and not to weights (DeepSeek-V3, arXiv 2412.19437).
       mask: [B T] bool, tokens that take no place and count nowhere if False; their results are 0.
-      parts: number of equal parts of the places, whose all-to-alls can run beside the products of others. C is rounded
+      parts: number of equal parts of the places, whose all-to-alls can run during the products of others. C is rounded
         up to a multiple.
-      send: "copies" or "tokens", what is sent over axis `expert`; see [Note: copies or tokens]. With "tokens", sums
+      send: "copies" or "tokens", the values sent over axis `expert`; see [Note: copies or tokens]. With "tokens", sums
         over the axis are in the dtype of `x`.
 
     Raises:

@@ -107,9 +107,9 @@ class LlamaConfig:
         router; None: a SwiGLU without biases.
       capacity: places of an expert for the tokens of a row, in multiples of `T k / E`, the mean; tokens beyond it pass
         the layer by. None: no limit, at E/k times the products. Logits and generation have no limit.
-      expert_parts: number of equal parts of the places, whose all-to-alls over mesh axis `expert` can run beside the
+      expert_parts: number of equal parts of the places, whose all-to-alls over mesh axis `expert` can run during the
         products of others; see `jfsdp.experts`.
-      expert_send: "copies" or "tokens", what is sent over that axis.
+      expert_send: "copies" or "tokens", the values sent over that axis.
       balance_loss, z_loss: coefficients of the two losses of routers, each a mean over tokens and layers. Hugging
         Face's `router_aux_loss_coef` is 1/k of `balance_loss`.
       context_by: how mesh axis `context` splits attention: "heads" (all-to-alls), or "keys", for more devices than

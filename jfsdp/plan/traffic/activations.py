@@ -16,8 +16,9 @@ matmul over a sharded dim, say). Reading a value in another form costs a collect
   value added in between separates sums.
 - If another axis shards a value, only a device's part is sent.
 - A sum over two axes is reduced at once. It becomes replicated if one of the axes needs it replicated.
-- Explicit collectives count as written: a pipeline's over `pipe`, and, in scopes of their own, attention's over
-  `context` and those of experts over `expert`. A `pipe` sum of a pending `tensor` sum is one sum over both axes.
+- Explicit collectives count as written: a pipeline's over `pipe`, attention's over `context` (scope `jfsdp.context`),
+  and those of experts over `expert` (scope `jfsdp.experts`). A `pipe` sum of a pending `tensor` sum is one sum
+  over both axes.
 - Unused values are not sent, but a loop sends in every iteration.
 - The optimizer's update is excluded, since it may mix the elements of a leaf.
 
