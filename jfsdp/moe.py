@@ -11,14 +11,14 @@ are whole, and XLA partitions the batched products. Without the axis, or with si
 Each expert has C places for each row, and a row's tokens take the places of an expert in the order of the tokens. So
 the dropped copies depend on no other row, on no later token, and not on the number of devices. A row is GShard's group
 (arXiv 2006.16668). Each token is copied to k places by a gather, and k results are summed by a gather: each is the
-transpose of the other, so neither direction has a scatter. The weight of a copy is applied before the result is sent
-back, so that a backward needs no result of an expert again: with "expert_tokens" and "expert_places" saved
+transpose of the other, so neither direction has a scatter of values. The weight of a copy is applied before the result
+is sent back, so that a backward needs no result of an expert again: with "expert_tokens" and "expert_places" saved
 (`jfsdp.SaveNames`), remat repeats no all-to-all.
 
 [Note: copies or tokens]
 An all-to-all of copies sends `capacity * k` times a token, of which (X - 1)/X leave the device. Sending all tokens to
-all devices of the axis, and summing what their experts return, sends each token X - 1 times and drops none on the way:
-less if `capacity * k` exceeds X, as with many experts per token on few devices.
+all devices of the axis, and summing what their experts return, sends each token X - 1 times: less if
+`capacity * k` exceeds X, as with many experts per token on few devices.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ TOKENS, PLACES = "expert_tokens", "expert_places"  # names for remat policies
 
 
 class Routing(NamedTuple):
-    """What `experts` returns besides its result. Sums over tokens of a microbatch do not depend on the mesh.
+    """What `experts` returns besides its result.
+
+    `counts` and `load` are of a microbatch on all devices: report them as `jfsdp.Max`. `balance`, `z` and `dropped` are
+    of the rows that the model receives.
 
     Attributes:
       balance: [B T] float32, the balance loss of each token, whose mean over tokens is 1 with equal loads (Switch
@@ -115,6 +118,11 @@ def experts(
         divide, and a capacity where axis `context` splits rows.
     """
     num, axes = _check(x, router_logits, k, capacity, parts)
+    for name, value, shape in (("bias", bias, (num,)), ("mask", mask, x.shape[:2])):
+        if value is not None and jnp.shape(value) != shape:
+            raise ValueError(f"experts: {name} has shape {jnp.shape(value)} instead of {shape}")
+    if mask is not None and not jnp.issubdtype(jnp.result_type(mask), bool):
+        raise TypeError(f"experts: mask has dtype {jnp.result_type(mask)} instead of bool; pass weights > 0")
     for name, value, known in (("score", score, ("softmax", "sigmoid")), ("send", send, ("copies", "tokens"))):
         if value not in known:
             raise ValueError(f"experts: {name}={value!r}{did_you_mean(value, known)} must be {' or '.join(known)}")
@@ -122,8 +130,9 @@ def experts(
     scores = jax.nn.softmax(logits, -1) if score == "softmax" else jax.nn.sigmoid(logits)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores if bias is None else scores + bias), k)
     weights = jnp.take_along_axis(scores, chosen, -1)
+    tiny = jnp.finfo(scores.dtype).tiny  # all sigmoids may underflow
     if normalize:
-        weights = weights / jnp.sum(weights, -1, keepdims=True)
+        weights = weights / (jnp.sum(weights, -1, keepdims=True) + tiny)
     num_tokens = x.shape[1]
     places = num_tokens if capacity is None else min(math.ceil(capacity * num_tokens * k / num), num_tokens)
     places += -places % parts
@@ -146,7 +155,7 @@ def experts(
             y = _collect(y.reshape(x.shape[0], num * places, -1), slot, copy, k)
     total = checkpoint_name(sum_over_devices(jnp.sum(counts, 0)), PLACES)
     share = total.astype(scores.dtype) / jnp.maximum(jnp.sum(total), 1)
-    likely = scores / jnp.sum(scores, -1, keepdims=True)
+    likely = scores / (jnp.sum(scores, -1, keepdims=True) + tiny)
     balance, z = num * (likely @ share), jax.nn.logsumexp(logits, -1) ** 2
     if mask is not None:
         balance, z = (jnp.where(mask, loss, 0.0) for loss in (balance, z))
@@ -160,10 +169,11 @@ def _check(x: Any, logits: Any, k: int, capacity: float | None, parts: int) -> t
         raise ValueError(
             f"experts: x has shape {x.shape} and router_logits {logits.shape}; pass x [B T D] and router_logits [B T E]"
         )
-    if jnp.finfo(logits.dtype).bits < 32:
+    if not jnp.issubdtype(logits.dtype, jnp.floating) or jnp.finfo(logits.dtype).bits < 32:
         raise TypeError(
             f"experts: router_logits has dtype {logits.dtype}, in which experts with close scores change places; "
-            "compute the router's product in float32: x.astype(jnp.float32) @ kernel.astype(jnp.float32)"
+            "compute the router's product in float32: x.astype(jnp.float32) @ kernel.astype(jnp.float32), or a layer's "
+            "dtype=jnp.float32"
         )
     num = logits.shape[-1]
     if not 1 <= k <= num:
@@ -220,10 +230,18 @@ def _send(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
 
 
 def _weighted(ffn: _Ffn, copies: jax.Array, shares: jax.Array) -> jax.Array:
-    y = ffn(copies)
+    here = (
+        f". Mesh axis {EXPERT!r} gives a device {len(copies)} experts here: cut all their weights over it, biases too "
+        "(placements={'**.experts.**': PartitionSpec('expert')}), and take their number from y.shape[0]"
+    ) * bool(_axes(True))
+    try:
+        y = ffn(copies)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"experts: ffn failed for y of shape {copies.shape}: {error}{here}") from error
     if y.ndim != 3 or y.shape[:2] != copies.shape[:2]:
         raise ValueError(
-            f"experts: ffn returned shape {y.shape} for {copies.shape}; return [E N D], a row for each row"
+            f"experts: ffn returned shape {y.shape} for y of shape {copies.shape}; return [E N D], a row for each "
+            f"row{here}"
         )
     return y * shares
 
@@ -317,7 +335,7 @@ def sum_over_devices(x: Any) -> jax.Array:
     Cost:    an all-reduce over the data axes in a step of program `manual`, and of the gradient, if it has one.
 
     Args:
-      x: a sum over the rows that the model receives.
+      x: a sum over the rows that the model receives. Not a mean: divide two sums afterwards.
     """
     axes = axes_here(DATA_AXES, is_manual=True)
 

@@ -64,6 +64,8 @@ def every_expert(
     normalize: bool,
     capacity: float | None,
     mask: jax.Array | None = None,
+    parts: int = 1,
+    **_: Any,
 ) -> tuple[jax.Array, EachExpert]:
     """Compute each token by all experts, and sum the results of the k chosen ones; the same as `jfsdp.experts`.
 
@@ -77,13 +79,16 @@ def every_expert(
     is_chosen = is_chosen if mask is None else is_chosen * mask[..., None, None]
     is_kept, counts = is_chosen, jax.lax.stop_gradient(jnp.sum(is_chosen, (0, 1, 2)))
     if capacity is not None:
-        places = math.ceil(capacity * x.shape[1] * k / num)
+        places = min(math.ceil(capacity * x.shape[1] * k / num), x.shape[1])
+        places += -places % parts
         is_kept = is_chosen * (jnp.cumsum(jnp.sum(is_chosen, 2), 1) <= places)[:, :, None]
     y = ffn(jnp.broadcast_to(x.reshape(1, -1, x.shape[-1]), (num, x.shape[0] * x.shape[1], x.shape[-1])))
     weights = jnp.einsum("btk,btke->bte", top, is_kept).astype(x.dtype)
     out = jnp.einsum("bte,ebtd->btd", weights, y.reshape(num, *x.shape))
     share = counts / jnp.maximum(jnp.sum(counts), 1)
     balance, z = num * (scores @ share), jax.nn.logsumexp(router_logits, -1) ** 2
+    if mask is not None:
+        balance, z = (jnp.where(mask, loss, 0.0) for loss in (balance, z))
     return out, EachExpert(balance, z, jnp.sum(is_chosen - is_kept), jnp.max(share) * num)
 
 
@@ -171,7 +176,7 @@ class MoE(nnx.Module):
         """
         config = self.config
         run = partial(self.run, k=config.experts_per_token, normalize=config.normalize_experts, mask=real)
-        if self.run is not every_expert and drops:
+        if drops:
             run = partial(run, parts=config.expert_parts, send=config.expert_send)
         y, found = run(x, self.router(x), self.experts, capacity=config.capacity if drops else None)
         loss = (config.balance_loss * found.balance + config.z_loss * found.z) / config.num_layers

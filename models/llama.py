@@ -51,7 +51,7 @@ from .elementwise import rms_norm, swiglu
 from .experts import ExpertsFn, MoE, Routed, not_routed
 from .llama_config import PRESETS, LlamaConfig, RopeScaling, flops_per_token
 from .llama_hf import pretrained_names
-from .losses import Largest, LossSums, Share, head_loss, loss_of_model, token_batch
+from .losses import Largest, LossSums, Share, head_loss, loss_of_model, loss_of_tokens, token_batch
 from .optimizers import adamw, decay_mask
 from .over_tensor import (
     AXIS,
@@ -434,16 +434,14 @@ class Llama(nnx.Module):
         loss = head_loss(
             x, kernel[...], targets, weights, chunk=self.config.loss_chunk, tied=self.lm_head is None, by_row=by_row
         )
-        return loss if routed is None else self._with_routed(loss, routed, weights, by_row)
-
-    def _with_routed(self, loss: LossSums, routed: Routed, weights: jax.Array, by_row: bool) -> LossSums:
-        """Add the losses of the routers to those of the tokens."""
-        if by_row:
-            return loss  # of preferences, which compare likelihoods
-        copies = routed.loss.size * self.config.experts_per_token * self.config.num_layers
-        dropped = Share(routed.dropped, jnp.full((), copies, jnp.float32))
-        metrics = {"dropped": dropped, "expert_load": Largest(routed.load)}
-        return LossSums(loss.total + jnp.sum(weights * routed.loss), loss.weight, {**loss.aux, **metrics})
+        if routed is None or by_row:  # by row: for preferences, which compare likelihoods
+            return loss
+        router_loss = jnp.sum(weights * routed.loss)
+        num_tokens = jnp.full((), tokens.size) if real is None else jnp.sum(real)
+        copies = num_tokens.astype(jnp.float32) * self.config.experts_per_token * self.config.num_layers
+        metrics = {"router_loss": router_loss, "dropped": Share(routed.dropped, copies)}
+        metrics |= {"expert_load": Largest(routed.load)}
+        return LossSums(loss.total + router_loss, loss.weight, {**loss.aux, **metrics})
 
     def _documents(self, segment_ids: jax.Array | None, x: jax.Array) -> tuple[Any, jax.Array]:
         """Return what attention reads of documents, and `x`; see `document_view`. With gathered keys, segment ids."""
@@ -547,6 +545,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "model": partial(Llama, config),
         "config": config,
         "loss": loss_of_model,
+        "eval_loss": None if config.num_experts is None else loss_of_tokens,
         "units": [{"match": DecoderLayer, "stacked": int(config.stacked)}],
         "batch": token_batch,
         "optimizer": adamw,

@@ -171,10 +171,20 @@ class LlamaConfig:
                     f"LlamaConfig.full_attention_every={self.full_attention_every} needs local_window_size, the window "
                     "of the other layers"
                 )
+            if self.context_by == "keys":
+                raise ValueError(
+                    f"LlamaConfig.full_attention_every={self.full_attention_every} needs context_by='heads'; gathered "
+                    "keys have the same window in all layers"
+                )
         if self.sinks and (self.attention == "cudnn" or self.context_by == "keys"):
             raise ValueError(
                 "LlamaConfig.sinks needs attention='xla' or 'auto', and context_by='heads': cuDNN has no derivative "
                 "for sinks"
+            )
+        if self.swiglu_limit is not None and (self.num_experts is None or not self.normalize_experts):
+            raise ValueError(
+                f"LlamaConfig.swiglu_limit={self.swiglu_limit} is an option of gpt-oss's experts; set num_experts, and "
+                "leave normalize_experts=True"
             )
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise ValueError(f"LlamaConfig.rope_scaling={self.rope_scaling!r} must be a RopeScaling, or None")

@@ -120,7 +120,6 @@ def _experts(read: Options) -> dict[str, Any]:
         read.take_only("decoder_sparse_step", 1)
         read.take_only("mlp_only_layers", [], None)
     read.take_only("router_jitter_noise", 0.0)
-    read.take("output_router_logits")
     names = [name for name in ("num_local_experts", "num_experts") if read.take(name) is not None]
     fields = {
         "num_experts": read.count(names[0] if names else "num_local_experts", 128 if is_qwen else 8),
@@ -129,13 +128,18 @@ def _experts(read: Options) -> dict[str, Any]:
     }
     if is_qwen:
         fields["ffn_dim"] = read.count("moe_intermediate_size")
+    return fields | _balance(read, fields["experts_per_token"])
+
+
+def _balance(read: Options, k: int) -> dict[str, Any]:
+    """Read the coefficient of the balance loss, which transformers adds only with `output_router_logits`."""
     coefficient = read.take("router_aux_loss_coef", 0.001)
-    return fields | {"balance_loss": fields["experts_per_token"] * coefficient}
+    return {"balance_loss": k * coefficient if read.take("output_router_logits", False) else 0.0}
 
 
 def _clipped_experts(read: Options) -> dict[str, Any]:
     """Read the options of experts of gpt-oss, whose weights may be in mxfp4."""
-    read.skip(["initial_context_length", "experts_per_token", "output_router_logits"])
+    read.skip(["initial_context_length", "experts_per_token"])
     read.take_only("swiglu_alpha", 1.702)
     quantized = read.take("quantization_config") or {"quant_method": "mxfp4"}
     if quantized.get("quant_method") != "mxfp4":
@@ -145,7 +149,7 @@ def _clipped_experts(read: Options) -> dict[str, Any]:
         "num_experts": read.count("num_local_experts", 128),
         "experts_per_token": k,
         "normalize_experts": True,
-        "balance_loss": k * read.take("router_aux_loss_coef", 0.9),
+        **_balance(read, k),
         "swiglu_limit": read.number("swiglu_limit", 7.0),
         "sinks": True,
     }
@@ -268,6 +272,7 @@ def _expert_options(architecture: str, config: LlamaConfig) -> dict[str, Any]:
         "num_local_experts": config.num_experts,
         "num_experts_per_tok": config.experts_per_token,
         "router_aux_loss_coef": config.balance_loss / config.experts_per_token,
+        "output_router_logits": config.balance_loss > 0,
     }
     if architecture == "mixtral":
         return options

@@ -65,6 +65,12 @@ def loss_of_model(model: Callable[..., LossSums], batch: Mapping[str, jax.Array]
     return model(batch["tokens"], weights=token_weights(batch), **given, **options)
 
 
+def loss_of_tokens(model: Callable[..., LossSums], batch: Mapping[str, jax.Array], **options: Any) -> LossSums:
+    """Return `loss_of_model` without the losses of routers, for evaluation."""
+    sums = loss_of_model(model, batch, **options)
+    return sums._replace(total=sums.total - sums.aux["router_loss"])
+
+
 def token_weights(batch: Mapping[str, jax.Array]) -> jax.Array:
     """Return the weight of each target: `weights` of the batch, else 1, and 0 for padding. Layout: [B T]."""
     if (weights := batch.get("weights")) is not None:

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import optax
 
-NORMS_AND_BIASES = frozenset({"scale", "bias"})
+NORMS_AND_BIASES = frozenset({"scale", "bias", "gate_up_bias", "down_bias", "sinks"})
 
 
 def decay_mask(params: Any, *, spared: frozenset[str] = NORMS_AND_BIASES) -> Any:

@@ -114,7 +114,8 @@ def reference(capacity, accumulate):
 def sharded(sizes, *, rate=0.0, model=None, units=(Layer,), options=None, **arguments):
     mesh = jfsdp.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
     made = functools.partial(Mixture, rate=rate, **(options or {})) if model is None else model
-    placements = (CUT_TWICE if "tensor" in sizes else CUT) if sizes.get("expert", 1) > 1 else None
+    cut = (CUT_TWICE if "tensor" in sizes else CUT) if sizes.get("expert", 1) > 1 else {}
+    placements = {**cut, **jfsdp.placements(min_size=1)}
     return jfsdp.fully_shard(made, mesh=mesh, units=list(units), placements=placements, **arguments)
 
 
@@ -126,7 +127,9 @@ MESHES = {
     "tensor remat": ({"fsdp": 2, "expert": 2, "tensor": 2}, 1, {"remat": "full"}),
     "zero1 accumulated": ({"fsdp": 2, "expert": 4}, 2, {"strategy": "zero1"}),
     "ddp": ({"fsdp": 2, "expert": 4}, 1, {"strategy": "ddp"}),
+    "zero2": ({"fsdp": 4, "expert": 2}, 1, {"strategy": "zero2"}),
     "kept by two": ({"fsdp": 4, "expert": 2}, 1, {"reshard_after_forward": 4}),
+    "kept by half": ({"fsdp": 2, "expert": 4}, 1, {"reshard_after_forward": 2}),
     "states over replicas": ({"replica": 2, "fsdp": 2, "expert": 2}, 1, {"opt_over": ("replica", "fsdp")}),
     "tokens": ({"fsdp": 2, "expert": 4}, 1, {"options": {"send": "tokens"}}),
     "parts": ({"fsdp": 2, "expert": 4}, 1, {"options": {"parts": 2}}),
@@ -228,6 +231,57 @@ def linen_loss(model, batch):
     return jfsdp.Loss(jnp.sum(each), jnp.sum(jnp.ones_like(each)))
 
 
+def test_weights_and_gradients_in_eight_bits_equal_one_device_that_rounds_alike(batch):
+    rows = {name: x.astype(np.float32) for name, x in batch.items()}
+
+    def run(sizes, **wires):
+        model = sharded(sizes, options={"capacity": 1.0}, mp_policy=jfsdp.MixedPrecisionPolicy(**wires))
+        _, metrics = model.train_step(loss_of, optax.sgd(0.1))(model.init(optax.sgd(0.1)), rows)
+        return float(metrics["loss"]), float(metrics["grad_norm"])
+
+    coded = {"gather_wire": jfsdp.Wire("float8", between=2)}
+    assert run({"fsdp": 2, "expert": 4}, **coded) == pytest.approx(run({"fsdp": 2}, gather_wire="float8"), rel=1e-5)
+    summed = {"reduce_wire": jfsdp.Wire("int8", block=4, between=2)}
+    assert run({"fsdp": 2, "expert": 4}, **summed) == pytest.approx(run({"fsdp": 1}), rel=5e-3)
+
+
+def test_states_of_reduced_rank_are_split_like_experts(batch):
+    def run(sizes):
+        model, tx = sharded(sizes), optax.adafactor(1e-2, min_dim_size_to_factor=1)
+        step, state = model.train_step(loss_of, tx), model.init(tx)
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        return float(metrics["loss"])
+
+    assert run({"fsdp": 1, "expert": 8}) == pytest.approx(run({"fsdp": 1}), rel=1e-5)
+
+
+def test_adapters_of_stacks_are_cut_with_their_experts(batch):
+    lora = jfsdp.LoRA(["**.experts.*", "**.mix"], rank=2, alpha=4.0, stacks=["**.experts.*"])
+
+    def run(sizes):
+        model = sharded(sizes, model=jfsdp.lora(functools.partial(Mixture, capacity=1.0), lora))
+        tx = optax.adam(1e-2)
+        step, state = model.train_step(loss_of, tx), model.init(tx)
+        for _ in range(3):
+            state, metrics = step(state, batch)
+        return float(metrics["loss"]), state
+
+    (loss, one), (found, state) = run({"fsdp": 1}), run({"fsdp": 2, "expert": 4})
+    assert found == pytest.approx(loss, rel=1e-5)
+    shapes = {name: x.shape for name, x in state.params.items() if "lora" in name and "layers.0" in name}
+    assert shapes == {
+        "layers.0.experts.up.lora_a": (EXPERTS, DIM, 2),
+        "layers.0.experts.up.lora_b": (EXPERTS, 2, WIDE),
+        "layers.0.experts.down.lora_a": (EXPERTS, WIDE, 2),
+        "layers.0.experts.down.lora_b": (EXPERTS, 2, DIM),
+        "layers.0.mix.lora_a": (DIM, 2),
+        "layers.0.mix.lora_b": (2, DIM),
+    }
+    for name in shapes:
+        np.testing.assert_allclose(state.params[name], one.params[name], atol=1e-5)
+
+
 def test_linen_experts_take_their_number_from_the_tokens(batch):
     rows = {"x": batch["x"].astype(np.float32)}
 
@@ -277,6 +331,16 @@ BAD = {
         ["layers.0.experts.", "size 8", "size 3"],
     ),
     "flat storage": (lambda: sharded({"fsdp": 2, "expert": 4}, storage="flat"), ["flat", "'expert'", "per_parameter"]),
+    "a bias of another shape": (
+        lambda: jfsdp.experts(*values(), lambda y: y, k=2, bias=jnp.zeros(1)),
+        ["bias", "(8,)"],
+    ),
+    "stacks that are no targets": (
+        lambda: jfsdp.fully_shard(
+            jfsdp.lora(Mixture, jfsdp.LoRA("**.mix", 2, stacks="**.up")), mesh=jfsdp.make_mesh(fsdp=8), units=[Layer]
+        ),
+        ["experts.up", "stacks", "targets"],
+    ),
     "experts taken for layers": (
         lambda: sharded({"expert": 4, "fsdp": 1}, units=[Experts]),
         ["layers.0.experts.up", "size 16", "size 12", "stacked=0"],
@@ -301,6 +365,27 @@ def test_program_xla_is_refused_for_training(batch):
     refuses(lambda: model.train_step(loss_of, optax.sgd(0.1), program="xla"), "'expert'", "size 4", "manual")
     step = model.train_step(lambda m, b: loss_of(m, b).total, optax.sgd(0.1))
     refuses(lambda: step(model.init(optax.sgd(0.1)), batch), "'expert'", "size 4", "Loss")
+
+
+def test_experts_that_are_not_all_cut_are_refused(batch):
+    mesh, cut = jfsdp.make_mesh(fsdp=2, expert=4), {"**.up": PartitionSpec("expert")}
+    model = jfsdp.fully_shard(Mixture, mesh=mesh, units=[Layer], placements=cut)
+    step = model.train_step(loss_of, optax.sgd(0.1), check_loss=False)
+    refuses(lambda: step(model.init(optax.sgd(0.1)), batch), "ffn", "2 experts", "placements", "y.shape[0]")
+
+
+def test_experts_that_are_cut_and_not_sent_to_are_refused(batch):
+    class Dense(Mixture):
+        def __call__(self, x):
+            experts = self.layers[0].experts
+            return x + jnp.einsum("btd,edf,efg->btg", x, experts.up[...], experts.down[...])
+
+    def loss(model, batch):
+        return jfsdp.Loss(jnp.sum(model(batch["x"]) ** 2), jnp.sum(batch["weights"]))
+
+    model = sharded({"fsdp": 2, "expert": 4}, model=Dense, units=[Dense])
+    step = model.train_step(loss, optax.sgd(0.1), check_loss=False)
+    refuses(lambda: step(model.init(optax.sgd(0.1)), batch), "layers.0.experts.", "'expert'", "jfsdp.experts")
 
 
 def test_a_router_that_returns_nan_is_not_hidden():

@@ -180,7 +180,7 @@ class ManualEngine(Engine):
         """Run on each device separately, with its shards of the weights and its rows of the batch."""
         source, *others = arrays
         leaves = {path: self.layout.by_path[path] for path in source}
-        source_specs = {path: _data_spec(leaf, self._names(leaf, leaf.source)) for path, leaf in leaves.items()}
+        source_specs = {path: self._data_spec(leaf, self._names(leaf, leaf.source)) for path, leaf in leaves.items()}
         outer = {path: source[path].reshape(_outer_shape(leaf)) for path, leaf in leaves.items()}
         whole = PartitionSpec()
         rows = jax.tree.map(lambda x: batch_spec(self.mesh, x.ndim), others[1])
@@ -246,7 +246,12 @@ class ManualEngine(Engine):
         """Return the spec of a gradient after `finish`: split further where the last sum is a reduce-scatter."""
         leaf = self.layout.by_path[path]
         split = (*movements.accumulator_axes(leaf, self.deferred), *movements.last_axes(leaf, self.deferred))
-        return _data_spec(leaf, self.layout.axes_on(self.mesh, split))
+        return self._data_spec(leaf, self.layout.axes_on(self.mesh, split))
+
+    def _data_spec(self, leaf: Leaf, axes: tuple[str, ...]) -> PartitionSpec:
+        """Return the spec of a leaf in its shape outside, cut and split by data axes."""
+        cuts = make_spec(len(leaf.shape), leaf.row_cuts, sub_axes=self.layout.sub_axes_on(self.mesh))
+        return _outer_spec(leaf, cuts, axes)
 
     def finish(self, grads: Arrays, weight: jax.Array | None) -> Arrays:
         """Sum accumulators over the deferred axes, in the unit's `reduce_dtype`, and METER over all data axes."""
@@ -386,17 +391,13 @@ def _outer_shape(leaf: Leaf) -> tuple[int, ...]:
     return (*shape[:dim], parts, leaf.cut_shape[dim], *shape[dim + 1 :])
 
 
-def _data_spec(leaf: Leaf, axes: tuple[str, ...]) -> PartitionSpec:
-    """Return the spec of a leaf in that shape, cut and split by data axes."""
-    return _outer_spec(leaf, make_spec(len(leaf.shape), leaf.row_cuts), axes)
-
-
 def _outer_spec(leaf: Leaf, entries: Any, axes: tuple[str, ...]) -> PartitionSpec:
     """Return the spec of a leaf in that shape: `entries` for its dims, and `axes` for the rest of its split dim."""
     if leaf.dim is None:
         return PartitionSpec(*entries)
     dim = leaf.dim
     if not _is_doubled(leaf):
-        axes = (*([entries[dim]] if entries[dim] else []), *axes)
+        cut = entries[dim] or ()
+        axes = (*((cut,) if isinstance(cut, str) else cut), *axes)
     before = entries[: dim + 1] if _is_doubled(leaf) else entries[:dim]
     return PartitionSpec(*before, axes or None, *entries[dim + 1 :])

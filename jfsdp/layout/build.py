@@ -152,8 +152,10 @@ def _build_leaf(
 def _reshard(path: str, reshard: bool | int, sizes: Mapping[str, int], own: Mapping[str, int]) -> bool | int:
     """Return over how many neighbours along its own axes a leaf is split between forward and backward."""
     cut = math.prod(sizes.get(axis, 1) for axis in DATA_AXES if axis not in own)
-    if isinstance(reshard, bool) or cut == 1 or cut % reshard == 0:
-        return reshard if isinstance(reshard, bool) or cut == 1 else 1
+    if isinstance(reshard, bool) or cut == 1:
+        return reshard
+    if cut % reshard == 0:
+        return 1
     if reshard % cut:
         raise ValueError(
             f"{path}: reshard_after_forward={reshard} neighbouring devices do not consist of whole groups of mesh axis "
@@ -189,11 +191,12 @@ def _check_experts(table: Sequence[Leaf], size: int) -> None:
     for leaf in table:
         for one in leaf.row_cuts:
             other, num = cut.setdefault(leaf.unit, (leaf.path, leaf.shape[one.dim]))
-            if num != leaf.shape[one.dim]:
+            if leaf.stacked and num != leaf.shape[one.dim]:
                 raise ValueError(
                     f"{leaf.path}: mesh axis {EXPERT!r} cuts its dim {one.dim} (size {leaf.shape[one.dim]}), and a dim "
                     f"of size {num} of {other}, which cannot both be the experts of unit {leaf.unit!r}; if its first "
-                    "dim is the experts and no layer dim, declare it: units=[jfsdp.Unit(..., stacked=0)]"
+                    "dim is the experts and no layer dim, declare it: units=[jfsdp.Unit(..., stacked=0)]; other "
+                    "weights need no placement over this axis, since the strategy shards them over it"
                 )
     if size > 1 and not cut:
         raise ValueError(

@@ -48,8 +48,7 @@ def in_buffers(layout: Layout) -> Layout:
     if cut := [leaf for leaf in layout.leaves if leaf.row_cuts]:
         raise ValueError(
             f"storage={FLAT!r}: {cut[0].path} is cut over mesh axis {EXPERT!r} (size "
-            f"{layout.num_shards([EXPERT])}), which other leaves of its unit are split over; use "
-            "storage='per_parameter'"
+            f"{layout.num_shards([EXPERT])}), which flat storage does not support; use storage='per_parameter'"
         )
     if coded := [leaf for leaf in layout.leaves if leaf.gather_wire or leaf.reduce_wire]:
         raise ValueError(

@@ -233,7 +233,7 @@ class Layout:
                 f"{leaf.path}: stage {stage!r} splits axis {kind.axes[0]!r} (size {mesh.shape[kind.axes[0]]}) only "
                 f"{kind.ways} ways; use split_mesh(mesh, layout.sub_axes)"
             )
-        return NamedSharding(mesh, leaf.spec(stage, sliced=sliced, sub_axes=self._sub_axes_on(mesh)))  # type: ignore[arg-type]
+        return NamedSharding(mesh, leaf.spec(stage, sliced=sliced, sub_axes=self.sub_axes_on(mesh)))  # type: ignore[arg-type]
 
     def named_sharding(self, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> NamedSharding:
         """Return the sharding of a spec over the layout's axes, on a mesh that may have split axes."""
@@ -247,9 +247,9 @@ class Layout:
 
     def stage_axes_on(self, mesh: Mesh | AbstractMesh, stage: Stage) -> tuple[str, ...]:
         """Return the mesh axes over which a stage splits a leaf's dim."""
-        return stage.expanded(self._sub_axes_on(mesh))
+        return stage.expanded(self.sub_axes_on(mesh))
 
-    def _sub_axes_on(self, mesh: Mesh | AbstractMesh) -> SubAxes:
+    def sub_axes_on(self, mesh: Mesh | AbstractMesh) -> SubAxes:
         """Return how `split_mesh` has split the layout's axes on a mesh."""
         split = [axis for axis, _ in self.mesh_sizes if axis not in mesh.axis_names]
         return {

@@ -164,7 +164,7 @@ class Leaf:
           sub_axes: for a mesh with split axes, the parts of each axis; needed if a stage has `ways`.
         """
         axes = self.stage(stage).expanded(sub_axes or {})
-        return make_spec(len(self.shape), self.cuts, self.dim, axes, sliced=sliced)
+        return make_spec(len(self.shape), self.cuts, self.dim, axes, sliced=sliced, sub_axes=sub_axes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,16 +227,24 @@ def cut_sizes(shape: Sequence[int], cuts: Iterable[Cut]) -> tuple[int, ...]:
 
 
 def make_spec(
-    ndim: int, cuts: Iterable[Cut], dim: int | None = None, axes: Sequence[str] = (), *, sliced: int = 0
+    ndim: int,
+    cuts: Iterable[Cut],
+    dim: int | None = None,
+    axes: Sequence[str] = (),
+    *,
+    sliced: int = 0,
+    sub_axes: SubAxes | None = None,
 ) -> PartitionSpec:
     """Return the spec of an array that is cut, and split along `dim` over `axes`, which are minor to its cuts.
 
     Args:
       sliced: the number of leading dims that are removed.
+      sub_axes: as in `Leaf.spec`.
     """
     over: dict[int, tuple[str, ...]] = {}
     for cut in cuts:
-        over[cut.dim] = (*over.get(cut.dim, ()), cut.axis)
+        names = (sub_axes or {}).get(cut.axis, ((cut.axis, cut.parts),))
+        over[cut.dim] = (*over.get(cut.dim, ()), *(name for name, _ in names))
     if dim is not None:
         over[dim] = (*over.get(dim, ()), *axes)
     names = [over.get(at, ()) for at in range(sliced, ndim)]

@@ -129,7 +129,7 @@ def _unsent(layout: Layout) -> str | None:
         wired = [(leaf, getattr(leaf, field)) for leaf in layout.leaves if getattr(leaf, field)]
 
         def sends(leaf: Leaf, wire: Wire, of_weights: bool = field == "gather_wire") -> bool:
-            axes = leaf.stage(leaf.source).axes if of_weights else layout.data_axes
+            axes = leaf.stage(leaf.source).axes if of_weights else layout.sum_axes(leaf)
             return layout.num_shards(axes) > layout.num_inside(axes, wire.between)
 
         if wired and layout.data_axes and not any(sends(*pair) for pair in wired):

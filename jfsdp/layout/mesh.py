@@ -107,8 +107,8 @@ def make_mesh(
 
     Args:
       pipe, replica, fsdp, expert, context, tensor: axis sizes; at most one is -1 and takes the rest of the devices.
-      sharding_factor: shard over groups of this many neighbouring devices: axis `fsdp` gets this size, and `replica`
-        the rest of `replica * fsdp`.
+      sharding_factor: size of axis `fsdp`; `replica` gets the rest of `replica * fsdp`. Without other axes, the state
+        is sharded over groups of this many neighbouring devices.
       devices: the devices to use; default all of `jax.devices()`. May be devices of a deviceless topology.
       unknown: must be empty.
 

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from jfsdp.arguments import Size, check_call, checked
+from jfsdp.arguments import Size, check_call, checked, did_you_mean
 from jfsdp.layout.codec import Codec, scales_of
 from jfsdp.layout.cuts import AxisRules, find_dim, part_cuts
 from jfsdp.layout.leaf import Cut
@@ -279,7 +279,10 @@ def _own_strategy(
     ((dim, axes),) = placed.split
     for axis in axes:
         if axis not in DATA_AXES:
-            raise ValueError(f"{path}: {value}: {axis!r} is not an axis of a mesh; the axes are {', '.join(AXES)}")
+            raise ValueError(
+                f"{path}: {value}: {axis!r} is not an axis of a mesh{did_you_mean(axis, AXES)}; the axes are "
+                f"{', '.join(AXES)}"
+            )
     wider = tuple(axis for axis in DATA_AXES if axis in axes or (axis in strategy.axes("opt") and axis in sizes))
     try:
         own = Strategy(str(value), axes, wider, wider)

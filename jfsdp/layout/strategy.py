@@ -21,8 +21,8 @@ from jfsdp.layout.mesh import CONTEXT, DATA_AXES, EXPERT, GROUP_AXES
 class Split(Enum):
     """Over which data axes a stage is split.
 
-    WHOLE: none. GROUP: axes `fsdp` and `context`. ALL: all data axes. PARTIAL, for `grad`: whole and not yet reduced,
-    so that the microbatches of a step share one reduction.
+    WHOLE: none. GROUP: axes `fsdp`, `expert` and `context`. ALL: all data axes. PARTIAL, for `grad`: whole and not yet
+    reduced, so that the microbatches of a step share one reduction.
     """
 
     WHOLE = "whole"
@@ -114,7 +114,8 @@ class Strategy:
             )
 
     def _check_finer(self, fine: str, coarse: str, reason: str) -> None:
-        if not set(self.axes(coarse)) <= set(self.axes(fine)):
+        # A stage is split over all axes of the stage before it (`_stages` in build.py), so `expert` may be left out.
+        if not set(self.axes(coarse)) - {EXPERT} <= set(self.axes(fine)):
             raise ValueError(
                 f"strategy {self.name!r}: {fine} ({show(getattr(self, fine))}) is less split than {coarse} "
                 f"({show(getattr(self, coarse))}): {reason}"
@@ -229,7 +230,8 @@ def _with_opt_over(strategy: Strategy, given: str | int, opt_over: Sequence[str]
             f"it out, or use {', '.join(one.name for one in _TABLE[1:])}"
         )
     # Axes `expert` and `context` belong to the group of `fsdp`.
-    axes = {("fsdp",): Split.GROUP, ("replica", "fsdp"): Split.ALL}.get(tuple(opt_over), tuple(opt_over))
+    own = tuple(axis for axis in opt_over if axis not in GROUP_AXES[1:])
+    axes = {("fsdp",): Split.GROUP, ("replica", "fsdp"): Split.ALL}.get(own, tuple(opt_over))
     grad = strategy.grad if strategy.grad is Split.PARTIAL else axes
     name = f"{strategy.name}, opt_over={'/'.join(opt_over)}"
     return dataclasses.replace(strategy, name=name, grad=grad, opt=axes)

@@ -8,14 +8,17 @@ decay is multiplied by the learning rate and added to the update; for sgd it is 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
 import optax
+from jax.sharding import PartitionSpec
 
 from jfsdp.arguments import did_you_mean
 from jfsdp.layout.leaf import Leaf
+from jfsdp.layout.mesh import EXPERT
+from jfsdp.layout.select import chooses
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.update.matrices import by_matrix
 from jfsdp.trainer.job import Job
@@ -102,19 +105,29 @@ def named_optimizer(options: Any, job: Job, model: ShardedModel, rate: Any) -> o
             raise ValueError(f"{spell(option)} {value:g}: must be at least 0 and below 1; use {defaults[option]:g}")
     if make is None:
         return job.optimizer(rate)
-    if name == "muon" and not any(map(_muon_dims, model.layout.leaves)):
+    stacks = _stacks_of_experts(job, model)
+    if name == "muon" and not any(_muon_dims(leaf, stacks) for leaf in model.layout.leaves):
         raise ValueError(
             f"--optimizer muon: no unit of job {job.name!r} has a parameter with two dims besides its layer dims; use "
             "--optimizer adamw, or units= of the layers"
         )
     decays = job.decay_mask or _by_leaf(model, lambda leaf: len(leaf.shape) - leaf.stacked >= 2)
-    return make(rate, decays, _by_leaf(model, _muon_dims), **{**defaults, **given})
+    return make(rate, decays, _by_leaf(model, lambda leaf: _muon_dims(leaf, stacks)), **{**defaults, **given})
 
 
-def _muon_dims(leaf: Leaf) -> Any:
-    """Return the dims of a matrix of a unit. Embeddings and heads belong to the root unit."""
-    is_matrix = leaf.trainable and leaf.unit and len(leaf.shape) - leaf.stacked == 2
-    return optax.contrib.MuonDimensionNumbers(leaf.stacked, leaf.stacked + 1) if is_matrix else None
+def _stacks_of_experts(job: Job, model: ShardedModel) -> set[str]:
+    """Return the leaves whose first dim, besides layer dims, is experts: those that the job cuts over axis `expert`."""
+    placed = {x: spec for x, spec in (job.placements or {}).items() if isinstance(spec, PartitionSpec)}
+    chosen = [selector for selector, spec in placed.items() if len(spec) and spec[0] == EXPERT]
+    leaves = {leaf.path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in model.layout.leaves}
+    return {path for path, x in leaves.items() if any(chooses("placements", one, path, x, {}) for one in chosen)}
+
+
+def _muon_dims(leaf: Leaf, stacks: Collection[str]) -> Any:
+    """Return the dims of a matrix of a unit, also of each expert. Embeddings and heads belong to the root unit."""
+    first = leaf.stacked + (leaf.path in stacks)
+    is_matrix = leaf.trainable and leaf.unit and len(leaf.shape) - first == 2
+    return optax.contrib.MuonDimensionNumbers(first, first + 1) if is_matrix else None
 
 
 def _by_leaf(model: ShardedModel, decide: Callable[[Leaf], Any]) -> OfParams:

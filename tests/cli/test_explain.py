@@ -110,7 +110,7 @@ def test_options_reach_the_layout(capsys):
         *("--model-config", "num_layers=2", "stacked=false"),
     )
     assert table["strategy"] == "full_shard"
-    assert table["mesh"] == {"pipe": 1, "replica": 2, "fsdp": 4, "context": 1, "tensor": 1}
+    assert table["mesh"] == {"pipe": 1, "replica": 2, "fsdp": 4, "expert": 1, "context": 1, "tensor": 1}
     assert table["mp_policy"]["param_dtype"] == "float32"
     assert len(table["units"]) == 3
     assert all("below min_size 100000" in row["reason"] for row in table["leaves"])

@@ -16,6 +16,7 @@ from jfsdp.checkpoint.foreign.mapping import Imported, as_name_map
 from jfsdp.layout.lint import LayoutWarning
 from jfsdp.modules.adapt import as_model
 from jfsdp.trainer.job import as_job
+from jfsdp.trainer.optimizers import _muon_dims, _stacks_of_experts
 from jfsdp_models import llama, llama_hf  # pyright: ignore[reportMissingImports]
 from jfsdp_models.attention import attend, with_sinks  # pyright: ignore[reportMissingImports]
 from tests.checkpoint.arrays import Arrays
@@ -61,12 +62,55 @@ def test_a_step_on_a_mesh_equals_the_plain_model(kind, stacked):
     before = {name: np.asarray(x) for name, x in state.params.items()}
     state, metrics = sharded.train_step(job.loss, optax.sgd(1.0), check_loss=False)(state, batch())
     assert metrics["loss"] == pytest.approx(float(loss), rel=1e-5)
+    assert metrics["router_loss"] > 0.005
     assert metrics["dropped"] == pytest.approx(float(aux["dropped"].total / aux["dropped"].weight), rel=1e-5)
     assert metrics["dropped"] > 0.01 and metrics["expert_load"] == pytest.approx(float(aux["expert_load"].maximum))
     flat = {".".join(map(str, path)): leaf[...] for path, leaf in nnx.to_flat_state(nnx.state(grads))}
     for name, value in before.items():
         change = value - np.asarray(state.params[name])
         np.testing.assert_allclose(change, flat[name], atol=2e-5 * max(np.abs(flat[name]).max(), 1e-3), err_msg=name)
+
+
+MESHES = {
+    "pipe": ({"pipe": 2, "fsdp": 2, "expert": 2}, 2, {}),
+    "context": ({"fsdp": 2, "expert": 2, "context": 2}, 1, {"capacity": None}),
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_experts_combine_with_stages_and_split_rows(name):
+    sizes, accumulate, fields = MESHES[name]
+    job = job_of("mixtral", **fields)
+
+    def run(sizes):
+        model = job.with_experts(job.model, jfsdp.experts)
+        if "context" in sizes:
+            functions = {"over_context": jfsdp.over_context, "whole_rows": jfsdp.whole_rows}
+            model = job.in_context(model, attention=jfsdp.attention, positions=jfsdp.positions, **functions)
+        mesh = jfsdp.make_mesh(devices=jax.devices()[: int(np.prod(list(sizes.values())))], **sizes)
+        sharded = jfsdp.fully_shard(model, mesh=mesh, units=job.units, placements=job.placements)
+        tx = optax.sgd(0.1)
+        _, metrics = sharded.train_step(job.loss, tx, accumulate=accumulate)(sharded.init(tx), batch())
+        return [float(metrics[name]) for name in ("loss", "grad_norm", "dropped", "expert_load", "router_loss")]
+
+    assert run(sizes) == pytest.approx(run({"fsdp": 1}), rel=1e-5)
+
+
+def test_muon_takes_each_expert_as_a_matrix():
+    job = job_of("gpt-oss")
+    mesh = jfsdp.make_abstract_mesh({"fsdp": 1})
+    sharded = jfsdp.fully_shard(job.model, mesh=mesh, units=job.units, placements=job.placements)
+    stacks = _stacks_of_experts(job, sharded)
+    found = {leaf.path: _muon_dims(leaf, stacks) for leaf in sharded.layout.leaves if ".mlp." in leaf.path}
+    is_matrix = {path.removeprefix("layers.mlp."): dims and tuple(dims) for path, dims in found.items()}
+    assert is_matrix == {
+        "experts.gate_up_proj": (2, 3),
+        "experts.down_proj": (2, 3),
+        "experts.gate_up_bias": None,
+        "experts.down_bias": None,
+        "router.kernel": (1, 2),
+        "router.bias": None,
+    }
 
 
 def test_generation_with_a_cache_equals_the_forward():
@@ -157,6 +201,11 @@ BAD = {
     "chunks": ({"token_chunk": 4}, ["token_chunk=4"]),
     "send": ({"expert_send": "all"}, ["expert_send", "copies", "tokens"]),
     "pattern without a window": ({"full_attention_every": 2}, ["full_attention_every=2", "local_window_size"]),
+    "pattern by keys": (
+        {"full_attention_every": 2, "local_window_size": 8, "context_by": "keys"},
+        ["full_attention_every=2", "heads"],
+    ),
+    "clipped, not normalized": ({"swiglu_limit": 7.0, "normalize_experts": False}, ["swiglu_limit=7.0"]),
     "sinks by cuDNN": ({"sinks": True, "attention": "cudnn"}, ["sinks", "xla"]),
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jfsdp import float8, jaxprs
+from jfsdp import float8, jaxprs, moe
 from jfsdp.compat import core, dce_jaxpr
 from jfsdp.context.rows import BY_KEYS
 from jfsdp.engine.apply import ShardedApply
@@ -19,7 +19,6 @@ from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import CONTEXT, MODEL_AXES, ROW_AXES, is_axis, model_axes
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.units import ROOT
-from jfsdp.moe import SUMMED
 from jfsdp.train.step.loss import Loss, as_loss
 from jfsdp.train.step.token_rules import context_bytes
 
@@ -46,6 +45,7 @@ class Survey:
       gathers_rows: whether the model states that dim 0 of a value that depends on the rows is not split.
       has_keys: whether attention gathers keys over axis `context`.
       context_bytes: as `context_bytes`, in a forward.
+      has_experts: whether it calls `jfsdp.experts`.
       ragged: the number of groups of `jax.lax.ragged_dot` in the model; 0 if it has none.
       products: by matrix of a product, why it is not in float8; "" if it is.
     """
@@ -62,6 +62,7 @@ class Survey:
     gathers_rows: bool
     has_keys: bool
     context_bytes: int
+    has_experts: bool
     ragged: int
     products: dict[str, str]
 
@@ -92,7 +93,7 @@ def survey(
     known_draws = {id(eqn) for eqn in own if jaxprs.draws(eqn)}
     stated = jaxprs.stated_axes(jaxpr, but=f"{SCOPE}.")
     after = slice(len(by_rows) - len(states), None)
-    is_sum = [eqn.params.get("name") == SUMMED for eqn in jaxprs.all_eqns(jaxpr)]
+    is_sum = [eqn.params.get("name") == moe.SUMMED for eqn in jaxprs.all_eqns(jaxpr)]
     by_local = jaxprs.depends_on(jaxpr, trace.is_row, carries=_is_local) if any(is_sum) else by_rows
     num_shards = layout.num_shards(layout.data_axes)
     is_local = [mark and num_shards > 1 for mark in by_local[after]]  # one data shard has all rows
@@ -138,6 +139,7 @@ def survey(
         any(map(_gathers_dim_0, of_rows)),
         any(BY_KEYS in str(eqn.source_info.name_stack) for eqn in jaxprs.all_eqns(jaxpr)),
         context_bytes(jaxpr),
+        any(moe.SCOPE in str(eqn.source_info.name_stack) for eqn in jaxprs.all_eqns(jaxpr)),
         max((e.invars[2].aval.shape[-1] for e in jaxprs.all_eqns(jaxpr) if e.primitive.name in _RAGGED), default=0),
         _products(layout, trace.traced),
     )
@@ -181,7 +183,7 @@ def _products(layout: Layout, traced: Traced) -> dict[str, str]:
 
 def _is_local(eqn: Any, var: Any) -> bool:
     """Return whether a value that depends on rows may differ between devices."""
-    return eqn.params.get("name") != SUMMED
+    return eqn.params.get("name") != moe.SUMMED
 
 
 def _repeats(layout: Layout, traced: Any) -> bool:
@@ -317,7 +319,10 @@ def _state_problem(
 ) -> str | None:
     for name, rows_reach, keys_reach, at in zip(names, by_rows, by_keys, origins, strict=True):
         if rows_reach:
-            return f"the model's state {name} depends on the rows of the batch (other than by jfsdp.sum_over_devices)"
+            return (
+                f"the model's state {name} depends on the rows of the batch; if it depends on sums over rows, sum them "
+                "over devices with jfsdp.sum_over_devices"
+            )
         if name in keys and (at is None or inputs[at] != name):
             return f"the model changes its rng key {name}"
         if keys_reach and name not in keys:

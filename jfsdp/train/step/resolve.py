@@ -79,6 +79,12 @@ def resolve_step(apply: ShardedApply, loss_fn: LossFn, config: StepConfig, batch
     jax.eval_shape(trace, *shapes)
     (found,) = surveys
     schedule = schedule_of(layout, config.pipe_schedule, config.accumulate, config.pipe_repeats)
+    if not found.has_experts and (cut := next((leaf for leaf in layout.leaves if leaf.row_cuts), None)):
+        raise ValueError(
+            f"{cut.path}: is cut over mesh axis {EXPERT!r} (placements=), but the model never calls jfsdp.experts, so "
+            "each device would use its own experts for its own rows only; call it (the models here take "
+            "experts=jfsdp.experts), or remove the placement"
+        )
     program, reason = _program(layout, config, found)
     _warn_of_axes(layout, mesh, found, program)
     once = config.syncs_last(layout)

@@ -223,7 +223,9 @@ def _axes(layout: Layout, leaf: Leaf | None) -> tuple[str, ...]:
     """Return the axes over which optimizer states are split: the leaf's, else the strategy's."""
     if leaf is not None and leaf.stage("opt").axes:
         return leaf.stage("opt").axes
-    return tuple(axis for axis, size in layout.mesh_sizes if size > 1 and axis in layout.strategy.axes("opt"))
+    cut = [] if leaf is None else [one.axis for one in leaf.cuts]
+    wanted = [axis for axis in layout.strategy.axes("opt") if axis not in cut]
+    return tuple(axis for axis, size in layout.mesh_sizes if size > 1 and axis in wanted)
 
 
 def _kept_dims(shape: tuple[int, ...], leaf: Leaf) -> tuple[int | None, ...] | None:

@@ -107,7 +107,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     model, tx, step = make_step(config, job, mesh, schedule, check_loss=config.check_loss)
     global_batch = config.batch_per_device * num_data_shards(dict(model.layout.mesh_sizes))
     decides = loss_settings(config) | {
-        **{f"model_config.{name}": value for name, value in _fields(job, config).items()},
+        **{f"model_config.{name}": value for name, value in _fields(job, config, stored.get("decides")).items()},
         "adapters": _paths_by_kind(model.model.adapters),
         "seq_len": row_items,
         "global_batch": global_batch,
@@ -117,14 +117,25 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     return Parts(config, job, model, tx, step, schedule, row_items, global_batch, decides, tracker)
 
 
-_ROUNDS = ("loss_chunk", "token_chunk", "context_by")  # fields of models that change only the order of sums
+_ROUNDS = (
+    "loss_chunk",
+    "token_chunk",
+    "context_by",
+    "expert_send",
+)  # fields of models that change only the order of sums
 
 
-def _fields(job: Job, config: TrainConfig) -> dict[str, Any]:
-    """Return the model's fields on which losses depend. Without a dataclass, return the given --model-config."""
+def _fields(job: Job, config: TrainConfig, known: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the model's fields on which losses depend. Without a dataclass, return the given --model-config.
+
+    Fields that the resumed run did not have yet (`known` are its settings) are left out if they have their default.
+    """
     if not dataclasses.is_dataclass(job.config) or isinstance(job.config, type):
         return {"fields": [write((field,)) for field in config.model_config]}
-    return {name: value for name, value in dataclasses.asdict(job.config).items() if name not in _ROUNDS}
+    fields = {name: value for name, value in dataclasses.asdict(job.config).items() if name not in _ROUNDS}
+    defaults = {field.name: field.default for field in dataclasses.fields(job.config)}
+    is_new = {name for name in fields if known and f"model_config.{name}" not in known}
+    return {name: value for name, value in fields.items() if name not in is_new or value != defaults[name]}
 
 
 def _paths_by_kind(adapters: Mapping[str, Adapter]) -> dict[str, list[str]] | None:

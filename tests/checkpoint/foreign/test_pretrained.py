@@ -307,7 +307,7 @@ def test_weights_without_a_configuration_are_refused_unless_asked_for(checkpoint
 
 # What is in a config.json, and what the refusal names; without a fact, the option.
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"model_type": "mixtral"}, "'mixtral'"),
+    ("llama", {"model_type": "phi3"}, "'phi3'"),
     ("llama", {"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type='longrope'"),
     ("llama", {"rope_scaling": {"type": "linear"}}, "factor"),
     ("llama", {"rope_scaling": {"type": "yarn", "factor": 2.0}}, "max_position_embeddings"),
