@@ -74,9 +74,9 @@ def fully_shard(
         leaves of a unit in one array with one collective, for steps of program "manual" (see `train_step`).
         A state has each leaf by name with both.
       placements: by selector (as in `frozen`): `Shard(dim)`, `Replicate()`, `Ignore()` (whole, in its own dtype), a
-        strategy, or a PartitionSpec. A spec over axes `tensor` and `pipe` only cuts the leaf: each device has one part,
-        in storage and in compute, and the strategy splits the rest. A spec with a data axis fixes the sharding of the
-        leaf's parameters. None undoes an axis rule. A function `f(path, shape)` returns one of these, or None for no
+        strategy, or a PartitionSpec. A spec over axes `tensor`, `pipe` and `expert` only cuts the leaf: each device has
+        one part, in storage and in compute, and the strategy splits the rest. A spec with another data axis fixes the
+        sharding of the leaf's parameters. None undoes an axis rule. A function `f(path, shape)` returns one of these, or None for no
         placement. Layer dims of a stack are not counted. Leaves with fewer than 1024 elements per layer (0 for "flat"
         storage) are replicated and never offloaded, unless `jfsdp.placements(min_size=n)` is merged in.
       axis_rules: tensor parallelism by the model's sharding metadata: for each dim name, the mesh axis that cuts the
