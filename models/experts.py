@@ -128,7 +128,7 @@ class ClippedExperts(nnx.Module):
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, gain: float):
         num, dim, width = config.num_experts or 0, config.dim, config.ffn_dim
         init = partial(nnx.initializers.variance_scaling, mode="fan_in", distribution="truncated_normal", batch_axis=0)
-        self.limit = config.swiglu_limit
+        self.limit = config.swiglu_limit or math.inf
         self.gate_up_proj = nnx.Param(init(1.0)(rngs.params(), (num, dim, 2 * width), jnp.float32))
         self.gate_up_bias = nnx.Param(jnp.zeros((num, 2 * width), jnp.float32))
         self.down_proj = nnx.Param(init(gain**2)(rngs.params(), (num, width, dim), jnp.float32))

@@ -274,7 +274,7 @@ class Attention(nnx.Module):
             attended = by_heads(self._kernel(is_full), query, key, value, documents=documents)
         else:  # `documents` are positions
             window = config.local_window_size
-            window = window if is_full is None else jnp.where(is_full, MAX_SIZE, window)
+            window = window if is_full is None else jnp.where(is_full, MAX_SIZE, window or MAX_SIZE)
             how = {"window": window, "kernel": self._whole_kernel(is_full), "has_sinks": config.sinks}
             kind = (None, is_full) if isinstance(is_full, jax.Array) else None
             attended, cache = attend_cached(query, key, value, cache, documents, documents=kind, **how)
@@ -351,6 +351,7 @@ class DecoderLayer(nnx.Module):
 
     def _feed_forward(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         x = self._attend(x, attended)
+        assert isinstance(self.mlp, MLP)
         return x + split_tokens(self.mlp(whole_rows(self.mlp_norm(x))))
 
 

@@ -1,6 +1,7 @@
 """Mixtures of experts: steps on every mesh against a loop over tokens that counts places by hand, in float64."""
 
 import functools
+from typing import Any
 
 import flax.linen as linen
 import jax
@@ -304,7 +305,8 @@ def test_a_state_moves_between_degrees_of_experts(tmp_path, batch):
     moved = jfsdp.checkpoint.restore(tmp_path / "state", other.abstract_state(tx))
     for name, value in state.params.items():
         np.testing.assert_array_equal(np.asarray(value), np.asarray(moved.params[name]))
-    assert "expert" in moved.params["layers.0.experts.up"].sharding.spec[0]
+    sharding: Any = moved.params["layers.0.experts.up"].sharding
+    assert "expert" in sharding.spec[0]
     again = [float(m.train_step(loss_of, tx)(s, batch)[1]["loss"]) for m, s in ((one, state), (other, moved))]
     assert again[1] == pytest.approx(again[0], rel=1e-6)
 

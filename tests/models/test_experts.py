@@ -1,6 +1,7 @@
 """Mixtures of experts in the Llama family: against the plain model, a plain softmax, and files of transformers."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ GPT_OSS |= {"qkv_bias": True, "out_bias": True}
 KINDS = {"mixtral": {}, "qwen3-moe": {"qk_norm": True, "normalize_experts": False}, "gpt-oss": GPT_OSS}
 
 
-def job_of(kind, **fields):
+def job_of(kind, **fields) -> Any:
     config = llama.LlamaConfig(**SMALL, num_experts=8, **KINDS[kind], **fields)
     return as_job(llama.make_job(config, seq_len=16), kind)
 
