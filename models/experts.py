@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from .elementwise import swiglu
 from .llama_config import LlamaConfig
@@ -107,7 +108,7 @@ class Experts(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         _check_number(x, self.gate_proj)
         wide = (jnp.einsum("end,edf->enf", x, proj[...]) for proj in (self.gate_proj, self.up_proj))
-        gate, up = (jax.ad_checkpoint.checkpoint_name(over_tensor(y, -1), "mlp_hidden") for y in wide)
+        gate, up = (checkpoint_name(over_tensor(y, -1), "mlp_hidden") for y in wide)
         return jnp.einsum("enf,efd->end", swiglu(gate, up), self.down_proj[...])
 
 
@@ -137,7 +138,7 @@ class ClippedExperts(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         _check_number(x, self.gate_up_proj)
         wide = jnp.einsum("end,edf->enf", x, self.gate_up_proj[...]) + self.gate_up_bias[...][:, None]
-        wide = jax.ad_checkpoint.checkpoint_name(over_tensor(wide, -1), "mlp_hidden")
+        wide = checkpoint_name(over_tensor(wide, -1), "mlp_hidden")
         gate, up = jnp.minimum(wide[..., ::2], self.limit), jnp.clip(wide[..., 1::2], -self.limit, self.limit)
         hidden = (up + 1) * gate * jax.nn.sigmoid(1.702 * gate)
         return jnp.einsum("enf,efd->end", hidden, self.down_proj[...]) + self.down_bias[...][:, None]

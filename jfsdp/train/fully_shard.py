@@ -76,9 +76,9 @@ def fully_shard(
       placements: by selector (as in `frozen`): `Shard(dim)`, `Replicate()`, `Ignore()` (whole, in its own dtype), a
         strategy, or a PartitionSpec. A spec over axes `tensor`, `pipe` and `expert` only cuts the leaf: each device has
         one part, in storage and in compute, and the strategy splits the rest. A spec with another data axis fixes the
-        sharding of the leaf's parameters. None undoes an axis rule. A function `f(path, shape)` returns one of these, or
-        None for no placement. Layer dims of a stack are not counted. Leaves with fewer than 1024 elements per layer (0
-        for "flat" storage) are replicated and never offloaded, unless `jfsdp.placements(min_size=n)` is merged in.
+        sharding of the leaf's parameters. None undoes an axis rule. A function `f(path, shape)` returns one of these,
+        or None for no placement. Layer dims of a stack are not counted. Leaves with fewer than 1024 elements per layer
+        (0 for "flat" storage) are replicated and never offloaded, unless `jfsdp.placements(min_size=n)` is merged in.
       axis_rules: tensor parallelism by the model's sharding metadata: for each dim name, the mesh axis that cuts the
         dim (`{"mlp": "tensor", "embed": None}`, or as pairs). Every name needs a rule.
       frozen: leaves that are not trained: no gradient, no optimizer state, no reduction. Path globs (of leaves or
