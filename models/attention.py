@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .cudnn import FORWARD, binding, is_at_least, packed_attention
+from .elementwise import soft_cap
 
 AttentionChoice = Literal["auto", "xla", "cudnn"]
 
@@ -170,6 +171,7 @@ def attend(
     window: int | None = None,
     is_causal: bool = True,
     has_sinks: bool = False,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Compute attention inside documents, causally by default; see [Note: choosing the attention kernel].
 
@@ -179,11 +181,15 @@ def attend(
       documents: as returned by `document_view`.
       window: number of keys that a query sees, including its own; None: all earlier keys.
       has_sinks: whether the last element of each query is its sink; see `with_sinks`.
+      softcap: limit of the scores, as in `soft_cap`; with XLA's kernel, and causal.
     """
     # A window over the whole row has no effect, but XLA would build its mask.
     window = None if window is None or window >= query.shape[1] else window
     if has_sinks:
         return _attend_with_sinks(query, key, value, documents, window)
+    if softcap is not None:
+        run = _by_parts if query.shape[1] > LONGEST_WHOLE else partial(attend_queries, first=0)
+        return run(query, key, value, documents, kernel="xla", window=window, softcap=softcap)
     if isinstance(documents, Documents):
         return packed_attention(query, key, value, *documents, window=window)
     kernel = choose_attention(choice, query)
@@ -223,12 +229,13 @@ def _by_parts(
     segment_ids: jax.Array | None,
     kernel: Literal["xla", "cudnn", "sinks"],
     window: int | None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Compute causal attention for QUERIES queries at a time; see [Note: long rows by parts]."""
     parts = []
     for first in range(0, query.shape[1], QUERIES):
         attend_part = jax.checkpoint(
-            partial(attend_queries, first=first, kernel=kernel, window=window),
+            partial(attend_queries, first=first, kernel=kernel, window=window, softcap=softcap),
             policy=lambda primitive, *_, **__: primitive.name == FORWARD,
         )
         queries = query[:, first : first + QUERIES]
@@ -249,6 +256,7 @@ def attend_queries(
     first: int,
     kernel: Literal["xla", "cudnn", "sinks"],
     window: int | None,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Compute attention of the queries from position `first` on, over the keys that any of them sees.
 
@@ -262,22 +270,30 @@ def attend_queries(
         mask &= columns > rows - window
     if segment_ids is not None:
         mask &= segment_ids[:, first:end, None] == segment_ids[:, None, start:end]
-    if kernel == "sinks":
-        return _softmax_with_sinks(query, key[:, start:end], value[:, start:end], mask)
+    if softcap is not None or kernel == "sinks":
+        how = {"has_sinks": kernel == "sinks", "softcap": softcap}
+        return _written_out(query, key[:, start:end], value[:, start:end], mask, **how)
     return jax.nn.dot_product_attention(
         query, key[:, start:end], value[:, start:end], mask=mask[:, None], implementation=kernel
     )
 
 
-def _softmax_with_sinks(query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array) -> jax.Array:
-    """Compute attention in float32 or wider. Layout: [B T H A+1], [B S K A], [B S K A], [B T S] -> [B T H A]."""
-    rows, tokens, heads, size = query.shape
-    query = query.reshape(rows, tokens, key.shape[2], -1, size)
-    query, sink = query[..., :-1], query[..., -1:].transpose(0, 2, 3, 1, 4)
+def _written_out(
+    query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, has_sinks: bool, softcap: float | None
+) -> jax.Array:
+    """Compute attention with sinks or limited scores, in float32 or wider.
+
+    Layout:  [B T H A], or [B T H A+1] with sinks, two of [B S K A], mask [B T S] or [1 T S] -> [B T H A]
+    Memory:  scores [B H T S].
+    """
+    rows, tokens, heads, _ = query.shape
+    query = query.reshape(rows, tokens, key.shape[2], -1, query.shape[-1])
+    query, sinks = (query[..., :-1], query[..., -1:]) if has_sinks else (query, query[..., :0])
     dtype = jnp.promote_types(query.dtype, jnp.float32)
-    scores = jnp.einsum("btkga,bska->bkgts", query, key, preferred_element_type=dtype) * (size - 1) ** -0.5
-    scores = jnp.concatenate([jnp.where(mask[:, None, None], scores, -jnp.inf), sink.astype(dtype)], -1)
-    shares = jax.nn.softmax(scores, axis=-1)[..., :-1].astype(value.dtype)
+    scores = jnp.einsum("btkga,bska->bkgts", query, key, preferred_element_type=dtype) * query.shape[-1] ** -0.5
+    scores = jnp.where(mask[:, None, None], scores if softcap is None else soft_cap(scores, softcap), -jnp.inf)
+    scores = jnp.concatenate([scores, sinks.transpose(0, 2, 3, 1, 4).astype(dtype)], -1)
+    shares = jax.nn.softmax(scores, axis=-1)[..., : key.shape[1]].astype(value.dtype)
     return jnp.einsum("bkgts,bska->btkga", shares, value).reshape(rows, tokens, heads, -1)
 
 

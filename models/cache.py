@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .elementwise import soft_cap
 from .over_tensor import HEADS, by_heads, over_tensor
 
 
@@ -60,6 +61,7 @@ def attend_cached(
     kernel: Callable[..., jax.Array],
     documents: Any = None,
     has_sinks: bool = False,
+    softcap: float | None = None,
 ) -> tuple[jax.Array, Cache]:
     """Write keys and values to the cache, and compute attention over positions up to each query's.
 
@@ -75,6 +77,7 @@ def attend_cached(
       window: number of keys that a query sees, including its own, also as an array; None: all earlier keys.
       kernel: attention of prompts, as `attend`, with these `documents`.
       has_sinks: whether the last element of each query is its sink.
+      softcap: limit of the scores, as in `soft_cap`; None: no limit.
     """
     keys, all_keys = _write(cache.keys, cache.layer, key, positions)
     values, all_values = _write(cache.values, cache.layer, value, positions)
@@ -90,6 +93,7 @@ def attend_cached(
     query, sink = (query[..., :-1], query[..., -1:]) if has_sinks else (query, query[..., :0])
     keys, values = keys.astype(query.dtype), values.astype(query.dtype)
     scores = jnp.einsum("bkga,bksa->bkgs", query, keys, preferred_element_type=jnp.float32) * size**-0.5
+    scores = soft_cap(scores, softcap)
     scores = jnp.concatenate([jnp.where(visible[:, None, None], scores, -jnp.inf), sink.astype(jnp.float32)], -1)
     probabilities = jax.nn.softmax(scores, axis=-1)[..., :length].astype(query.dtype)
     attended = jnp.einsum("bkgs,bksa->bkga", probabilities, values)

@@ -44,5 +44,16 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+@_lean
+def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Compute `gelu(gate) * up`, with the tanh approximation."""
+    return jax.nn.gelu(gate, approximate=True) * up
+
+
+def soft_cap(x: jax.Array, cap: float | None) -> jax.Array:
+    """Return `cap * tanh(x / cap)` in float32; None: `x`."""
+    return x if cap is None else cap * jnp.tanh(x.astype(jnp.float32) / cap)
+
+
 gelu = _lean(partial(jax.nn.gelu, approximate=False))
 gelu_tanh = _lean(partial(jax.nn.gelu, approximate=True))

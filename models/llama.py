@@ -1,4 +1,4 @@
-"""Llama and its relatives (Mistral, Mixtral, Qwen 2, Qwen 3 and its MoE) in plain Flax NNX, and jobs that train them.
+"""Llama and its relatives (Mistral, Mixtral, Qwen 2 and 3, gpt-oss, Gemma 2 and 3) in plain Flax NNX, and their jobs.
 
 A decoder-only transformer: RMSNorm before each half of a layer, rotary embedding, grouped-query attention, SwiGLU.
 `LlamaConfig` has all differences between the relatives. The model is written without sharding, except over mesh axis
@@ -23,7 +23,7 @@ the names are `layers.0.attn...`). Kernels are `[in, out]`; H heads, K key/value
     layers.mlp.experts.down_proj [E, F, D]                                                the kernels of the MLP)
     layers.mlp.experts.gate_up_proj [E, D, 2F]   (swiglu_limit: alternating, in place of both; with biases
                                                   layers.mlp.{router.bias,experts.gate_up_bias,experts.down_bias})
-    layers.attn.sinks [H]   (sinks)
+    layers.attn.sinks [H]   (sinks)         layers.{attn,mlp}_out_norm.scale [D]   (gemma)
 
 Dtypes: parameters are created in float32, and compute is in the dtype of the weights. With bfloat16 weights everything
 is bfloat16, except the inside of norms, the softmax and the rotation, which are float32 and cast back.
@@ -47,7 +47,7 @@ from .cache import Cache, attend_cached, cache_shapes, check_cached, last_of
 from .checks import MAX_SIZE
 from .chunks import by_chunks
 from .context import WHOLE, Context
-from .elementwise import rms_norm, swiglu
+from .elementwise import geglu, rms_norm, soft_cap, swiglu
 from .experts import ExpertsFn, MoE, Routed, not_routed
 from .llama_config import PRESETS, LlamaConfig, RopeScaling, flops_per_token
 from .llama_hf import pretrained_names
@@ -135,6 +135,14 @@ def rope_table(
     return jnp.cos(angles) * gain, jnp.sin(angles) * gain
 
 
+def rope_tables(config: LlamaConfig, positions: jax.Array, real: jax.Array | None, context: Context = WHOLE) -> Any:
+    """Return the `rope_table` of all layers; with `local_rope_theta` a pair: of layers with all keys, and of others."""
+    table, theta = rope_table(config, positions, real, context), config.local_rope_theta
+    if theta is None:
+        return table
+    return table, rope_table(replace(config, rope_theta=theta, rope_scaling=None), positions, real, context)
+
+
 def apply_rope(x: jax.Array, rope: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rotate each head, pairing element i with element i + A/2 (Hugging Face's `rotate_half`, not Meta's interleaving).
 
@@ -171,14 +179,22 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """RMSNorm of the last dim with a scale, in float32; returns the input's dtype."""
+    """RMSNorm of the last dim with a scale, in float32; returns the input's dtype.
 
-    def __init__(self, dim: int, *, eps: float):
-        self.eps = eps
-        self.scale = nnx.Param(jnp.ones((dim,), jnp.float32))
+    With `from_one`, the factor is 1 + scale.
+    """
+
+    def __init__(self, dim: int, *, eps: float, from_one: bool = False):
+        self.eps, self.from_one = eps, from_one
+        self.scale = nnx.Param(jnp.full((dim,), 0.0 if from_one else 1.0, jnp.float32))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, self.scale[...], self.eps)
+        scale = self.scale[...]
+        return rms_norm(x, 1.0 + scale.astype(jnp.float32) if self.from_one else scale, self.eps)
+
+
+def _norm(config: LlamaConfig, dim: int) -> RMSNorm:
+    return RMSNorm(dim, eps=config.norm_eps, from_one=config.gemma)
 
 
 class Embedding(nnx.Module):
@@ -209,8 +225,8 @@ class Attention(nnx.Module):
         self.k_proj = linear(config.dim, kv_dim, use_bias=config.qkv_bias)
         self.v_proj = linear(config.dim, kv_dim, use_bias=config.qkv_bias)
         self.o_proj = linear(query_dim, config.dim, use_bias=config.out_bias, gain=_residual_gain(config))
-        self.q_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(config.head_size, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm = _norm(config, config.head_size) if config.qk_norm else None
+        self.k_norm = _norm(config, config.head_size) if config.qk_norm else None
         self.sinks = nnx.Param(jnp.zeros((config.num_heads,), jnp.float32)) if config.sinks else None
 
     def project(self, x: jax.Array, cos: jax.Array, sin: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -222,7 +238,9 @@ class Attention(nnx.Module):
         value = self.v_proj(x).reshape(batch, seq_len, config.num_kv_heads, config.head_size)
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        return apply_rope(query, (cos, sin)), apply_rope(key, (cos, sin)), value
+        gain = (config.head_size / (config.query_pre_attn_scalar or config.head_size)) ** 0.5  # kernels have A**-0.5
+        turn = (cos, sin) if gain == 1 else (cos * gain, sin * gain)
+        return apply_rope(query, turn), apply_rope(key, (cos, sin)), value
 
     def _kernel(self, is_full: Any) -> Callable[..., jax.Array]:
         """Return attention of queries, keys, values and documents; see `Llama._documents`.
@@ -231,15 +249,16 @@ class Attention(nnx.Module):
           is_full: whether the layer sees all keys; an array if layers are stacked. None: all layers are alike.
         """
         config, gathered = self.config, self.context.attention
+        kernel, window = self._whole_kernel(is_full), None if is_full is True else self.config.local_window_size
         if config.context_by == "heads" or gathered is None:
-            return self.context.over_context(self._whole_kernel(is_full))
+            return self.context.over_context(kernel)
 
         def by_keys(query: jax.Array, key: jax.Array, value: jax.Array, segment_ids: jax.Array | None) -> jax.Array:
             return gathered(
                 query,
                 key,
                 value,
-                window=config.local_window_size,
+                window=window,
                 segment_ids=segment_ids,
                 implementation=choose_attention(config.attention, query),
                 context_by="keys",
@@ -251,8 +270,8 @@ class Attention(nnx.Module):
     def _whole_kernel(self, is_full: Any) -> Callable[..., jax.Array]:
         """Return attention of whole rows; see `_kernel`."""
         config = self.config
-        kernel = partial(attend, choice=config.attention, window=config.local_window_size, has_sinks=config.sinks)
-        whole = partial(kernel, window=None)
+        how = {"choice": config.attention, "has_sinks": config.sinks, "softcap": config.attention_softcap}
+        kernel, whole = partial(attend, window=config.local_window_size, **how), partial(attend, window=None, **how)
         if not isinstance(is_full, jax.Array):
             return whole if is_full else kernel
         if self.context is not WHOLE:
@@ -276,16 +295,18 @@ class Attention(nnx.Module):
             window = config.local_window_size
             window = window if is_full is None else jnp.where(is_full, MAX_SIZE, window or MAX_SIZE)
             how = {"window": window, "kernel": self._whole_kernel(is_full), "has_sinks": config.sinks}
+            how["softcap"] = config.attention_softcap
             kind = (None, is_full) if isinstance(is_full, jax.Array) else None
             attended, cache = attend_cached(query, key, value, cache, documents, documents=kind, **how)
         return checkpoint_name(over_tensor(attended, 2, HEADS), "attended"), cache
 
 
 class MLP(nnx.Module):
-    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
+    """SwiGLU: `down(silu(gate(x)) * up(x))`; in Gemma GeGLU, with gelu."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs, dot_general: DotGeneral = None):
         linear = partial(Linear, rngs=rngs, dot_general=dot_general)
+        self.activate = geglu if config.gemma else swiglu
         self.gate_proj = linear(config.dim, config.ffn_dim)
         self.up_proj = linear(config.dim, config.ffn_dim)
         self.down_proj = linear(config.ffn_dim, config.dim, gain=_residual_gain(config))
@@ -293,7 +314,7 @@ class MLP(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         gate, up = (self.gate_proj(x), self.up_proj(x))
         gate, up = (checkpoint_name(over_tensor(wide, -1), "mlp_hidden") for wide in (gate, up))
-        return self.down_proj(swiglu(gate, up))
+        return self.down_proj(self.activate(gate, up))
 
 
 def _residual_gain(config: LlamaConfig) -> float:
@@ -314,9 +335,11 @@ class DecoderLayer(nnx.Module):
         experts: ExpertsFn | None = None,
     ):
         self.config = config
-        self.attn_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.attn_norm = _norm(config, config.dim)
         self.attn = Attention(config, rngs=rngs, context=context, dot_general=dot_general)
-        self.mlp_norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.mlp_norm = _norm(config, config.dim)
+        self.attn_out_norm = _norm(config, config.dim) if config.gemma else None
+        self.mlp_out_norm = _norm(config, config.dim) if config.gemma else None
         if config.num_experts is None:
             self.mlp: MLP | MoE = MLP(config, rngs=rngs, dot_general=dot_general)
         else:
@@ -325,7 +348,7 @@ class DecoderLayer(nnx.Module):
     def __call__(
         self,
         x: jax.Array,
-        rope: Rope,
+        rope: Any,
         documents: Any,
         cache: Cache | None = None,
         real: jax.Array | None = None,
@@ -333,7 +356,9 @@ class DecoderLayer(nnx.Module):
         *,
         drops: bool = False,
     ) -> Any:
-        """Return `x`, and with a cache the cache, otherwise with experts their `Routed`."""
+        """Return `x`, and with a cache the cache, otherwise with experts their `Routed`; `rope` as in `rope_tables`."""
+        if self.config.local_rope_theta is not None:
+            rope = jax.tree.map(partial(jnp.where, is_full), *rope)
         chunk = self.config.token_chunk if cache is None else None
         attended, cache = self.attn(by_chunks(self._project, chunk, x, *rope), documents, cache, is_full)
         if isinstance(self.mlp, MLP):
@@ -347,12 +372,14 @@ class DecoderLayer(nnx.Module):
         return self.attn.project(whole_rows(self.attn_norm(x)), cos, sin)
 
     def _attend(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        return x + split_tokens(self.attn.o_proj(attended.reshape(*x.shape[:2], -1)))
+        y = split_tokens(self.attn.o_proj(attended.reshape(*x.shape[:2], -1)))
+        return x + (y if self.attn_out_norm is None else self.attn_out_norm(y))
 
     def _feed_forward(self, x: jax.Array, attended: jax.Array) -> jax.Array:
         x = self._attend(x, attended)
         assert isinstance(self.mlp, MLP)
-        return x + split_tokens(self.mlp(whole_rows(self.mlp_norm(x))))
+        y = split_tokens(self.mlp(whole_rows(self.mlp_norm(x))))
+        return x + (y if self.mlp_out_norm is None else self.mlp_out_norm(y))
 
 
 class LMHead(Linear):
@@ -384,7 +411,7 @@ class Llama(nnx.Module):
             return DecoderLayer(config, rngs=nnx.Rngs(params=key), **how)
 
         self.layers = nnx.vmap(make_layer)(keys) if config.stacked else nnx.List([make_layer(key) for key in keys])
-        self.norm = RMSNorm(config.dim, eps=config.norm_eps)
+        self.norm = _norm(config, config.dim)
         self.lm_head = None if config.tied else LMHead(config.dim, config.vocab_size, rngs=rngs)
 
     def __call__(
@@ -417,24 +444,23 @@ class Llama(nnx.Module):
         """
         if cache is not None:
             positions, lengths = check_cached(positions, lengths)
-            x = split_tokens(looked_up(self.embed(tokens)))
+            x = self._embedded(tokens)
             real = jnp.arange(tokens.shape[1]) < lengths[:, None]
-            x, cache = self._extend(x, rope_table(self.config, positions, real), positions, cache, real)
+            x, cache = self._extend(x, rope_tables(self.config, positions, real), positions, cache, real)
             return self._logits(self.norm(last_of(whole_rows(x), lengths)))[:, 0], cache
         config, context = self.config, self.context
         positions = context.positions(tokens, segment_ids) if positions is None else positions
         real = None if segment_ids is None else segment_ids != 0
-        rope = rope_table(config, positions, real, context)
-        documents, x = self._documents(segment_ids, split_tokens(looked_up(self.embed(tokens))))
+        rope = rope_tables(config, positions, real, context)
+        documents, x = self._documents(segment_ids, self._embedded(tokens))
         routed = None if config.num_experts is None else not_routed(tokens)
         x, routed = self._run_layers(x, rope, documents, routed, real, drops=targets is not None)
         x = whole_rows(self.norm(x))
         if targets is None or weights is None:
             return self._logits(x)
         kernel = self.embed.embedding if self.lm_head is None else self.lm_head.kernel
-        loss = head_loss(
-            x, kernel[...], targets, weights, chunk=self.config.loss_chunk, tied=self.lm_head is None, by_row=by_row
-        )
+        how = {"chunk": config.loss_chunk, "tied": self.lm_head is None, "by_row": by_row}
+        loss = head_loss(x, kernel[...], targets, weights, **how, softcap=config.final_softcap)
         if routed is None or by_row:  # by row: for preferences, which compare likelihoods
             return loss
         router_loss = jnp.sum(weights * routed.loss)
@@ -452,16 +478,21 @@ class Llama(nnx.Module):
         return document_view(
             context.whole_rows(segment_ids),
             x,
-            "xla" if config.sinks else config.attention,
+            config.attention_kernel,
             head_size=config.head_size,
             max_documents=config.documents_per_row,
         )
 
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
+        x = looked_up(self.embed(tokens))
+        return split_tokens(x * self.config.dim**0.5 if self.config.gemma else x)
+
     def _logits(self, x: jax.Array) -> jax.Array:
-        return self.embed.attend(x) if self.lm_head is None else self.lm_head(x)
+        logits = self.embed.attend(x) if self.lm_head is None else self.lm_head(x)
+        return soft_cap(logits, self.config.final_softcap).astype(logits.dtype)
 
     def _extend(
-        self, x: jax.Array, rope: Rope, positions: jax.Array, cache: Cache, real: jax.Array
+        self, x: jax.Array, rope: Any, positions: jax.Array, cache: Cache, real: jax.Array
     ) -> tuple[jax.Array, Cache]:
         if isinstance(self.layers, nnx.List):
             for number, layer in enumerate(self.layers):
@@ -482,7 +513,7 @@ class Llama(nnx.Module):
     def _run_layers(
         self,
         x: jax.Array,
-        rope: Rope,
+        rope: Any,
         documents: Any,
         routed: Routed | None,
         real: jax.Array | None,
@@ -490,7 +521,7 @@ class Llama(nnx.Module):
         drops: bool,
     ) -> tuple[jax.Array, Routed | None]:
         def run(
-            carry: Any, layer: DecoderLayer, is_full: Any, rope: Rope, documents: Any, real: Any
+            carry: Any, layer: DecoderLayer, is_full: Any, rope: Any, documents: Any, real: Any
         ) -> tuple[jax.Array, Routed | None]:
             x, routed = carry
             if routed is None:
@@ -553,9 +584,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "decay_mask": decay_mask,
         "vocab_size": config.vocab_size,
         "documents_per_row": config.documents_per_row,
-        "attention": partial(
-            describe_attention, "xla" if config.sinks else config.attention, config.head_size, config.documents_per_row
-        ),
+        "attention": partial(describe_attention, config.attention_kernel, config.head_size, config.documents_per_row),
         "seq_len": seq_len,
         "flops_per_token": partial(flops_per_token, config),
         "configure": configure,

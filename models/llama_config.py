@@ -20,6 +20,7 @@ from .checks import (
 )
 
 ROPE_KINDS = ("llama3", "linear", "dynamic", "yarn")
+GEMMA_OPTIONS = ("query_pre_attn_scalar", "attention_softcap", "final_softcap", "local_rope_theta")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +87,13 @@ class LlamaConfig:
       full_attention_every: with a window, every n-th layer sees all earlier keys (2 in gpt-oss); None: no layer.
       sinks: one learned score per head in the softmax of attention, that belongs to no key (gpt-oss). Attention is
         then computed by XLA.
+      gemma: what all Gemmas have: norms multiply by 1 + scale, and also follow attention and MLP; embeddings are
+        multiplied by sqrt(D), and the MLP is a GeGLU.
+      query_pre_attn_scalar: scores are divided by its root; None: the size of a head.
+      attention_softcap, final_softcap: limits of the scores and of the logits, as `cap * tanh(x / cap)` (Gemma 2);
+        None: no limit. Attention with a limit is computed by XLA.
+      local_rope_theta: `rope_theta` of the layers with a window, whose rotation is not scaled (Gemma 3); None: all
+        layers are alike.
       tied: the head is the transposed embedding, and there is no `lm_head`.
       qkv_bias: biases on the query, key and value projections (Qwen 2).
       out_bias: a bias on the output projection of attention (with `qkv_bias`: Hugging Face's `attention_bias`).
@@ -132,6 +140,11 @@ class LlamaConfig:
     local_window_size: int | None = None
     full_attention_every: int | None = None
     sinks: bool = False
+    gemma: bool = False
+    query_pre_attn_scalar: float | None = None
+    attention_softcap: float | None = None
+    final_softcap: float | None = None
+    local_rope_theta: float | None = None
     tied: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
@@ -186,9 +199,10 @@ class LlamaConfig:
                 f"LlamaConfig.swiglu_limit={self.swiglu_limit} is an option of gpt-oss's experts; set num_experts, and "
                 "leave normalize_experts=True"
             )
+        self._check_gemma()
         if not isinstance(self.rope_scaling, RopeScaling | None):
             raise ValueError(f"LlamaConfig.rope_scaling={self.rope_scaling!r} must be a RopeScaling, or None")
-        require_bool(self, "sinks", "tied", "qkv_bias", "out_bias", "qk_norm", "stacked")
+        require_bool(self, "sinks", "gemma", "tied", "qkv_bias", "out_bias", "qk_norm", "stacked")
         if self.num_heads % self.num_kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             raise ValueError(
@@ -209,6 +223,22 @@ class LlamaConfig:
         require_choice(self, "context_by", ("heads", "keys"))
         if self.num_experts is not None:
             self._check_experts()
+
+    def _check_gemma(self) -> None:
+        require_positive(self, *(name for name in GEMMA_OPTIONS if getattr(self, name) is not None))
+        is_xla = self.attention != "cudnn" and self.context_by == "heads" and not self.sinks
+        if self.attention_softcap is not None and not is_xla:
+            raise ValueError(
+                f"LlamaConfig.attention_softcap={self.attention_softcap} needs attention='xla' or 'auto', "
+                "context_by='heads' and no sinks: other kernels do not limit scores"
+            )
+        if self.local_rope_theta is not None and self.full_attention_every is None:
+            raise ValueError(
+                f"LlamaConfig.local_rope_theta={self.local_rope_theta} needs full_attention_every, the layers with "
+                "rope_theta"
+            )
+        if self.gemma and self.num_experts is not None:
+            raise ValueError(f"LlamaConfig.gemma has no experts; pass num_experts=None, not {self.num_experts}")
 
     def _check_experts(self) -> None:
         require_counts(self, "num_experts", "experts_per_token", "expert_parts")
@@ -232,6 +262,11 @@ class LlamaConfig:
             )
 
     @property
+    def attention_kernel(self) -> AttentionChoice:
+        """`attention`; "xla" with sinks or limited scores, which no other kernel computes."""
+        return "xla" if self.sinks or self.attention_softcap is not None else self.attention
+
+    @property
     def head_size(self) -> int:
         """A: `head_dim`, or `dim // num_heads` if it is None."""
         return self.dim // self.num_heads if self.head_dim is None else self.head_dim
@@ -253,7 +288,7 @@ class LlamaConfig:
     @property
     def num_params(self) -> int:
         """Number of parameters; a tied head counts once."""
-        norms = 2 * self.dim + (2 * self.head_size if self.qk_norm else 0)
+        norms = (4 if self.gemma else 2) * self.dim + (2 * self.head_size if self.qk_norm else 0)
         biases = (self.num_heads + 2 * self.num_kv_heads) * self.head_size if self.qkv_bias else 0
         biases += (self.dim if self.out_bias else 0) + (self.num_heads if self.sinks else 0)
         if self.swiglu_limit is not None:
@@ -307,6 +342,15 @@ _gpt_oss = partial(
     swiglu_limit=7.0,
 )
 
+_gemma = partial(
+    LlamaConfig, head_dim=256, norm_eps=1e-6, gemma=True, query_pre_attn_scalar=256, tied=True, num_kv_heads=4
+)
+_gemma2 = partial(_gemma, vocab_size=256_000, rope_theta=1e4, local_window_size=4096, full_attention_every=2)
+_gemma2 = partial(_gemma2, attention_softcap=50.0, final_softcap=30.0)
+_gemma3 = partial(_gemma, vocab_size=262_208, qk_norm=True, local_window_size=1024, full_attention_every=6)
+_gemma3 = partial(_gemma3, rope_theta=1e6, local_rope_theta=1e4, rope_scaling=RopeScaling(kind="linear", factor=8.0))
+_gemma3_1b = partial(_gemma3, vocab_size=262_144, local_window_size=512, rope_scaling=None)
+
 PRESETS: dict[str, LlamaConfig] = {
     # Bytes and eight special tokens; small enough to learn on a CPU.
     "llama-tiny": LlamaConfig(
@@ -346,6 +390,18 @@ PRESETS: dict[str, LlamaConfig] = {
     "qwen3-235b-a22b": _qwen_moe(dim=4096, num_layers=94, num_heads=64, ffn_dim=1536),
     "gpt-oss-20b": _gpt_oss(num_layers=24, num_experts=32),
     "gpt-oss-120b": _gpt_oss(num_layers=36, num_experts=128),
+    "gemma2-2b": _gemma2(dim=2304, num_layers=26, num_heads=8, ffn_dim=9216),
+    "gemma2-9b": _gemma2(dim=3584, num_layers=42, num_heads=16, num_kv_heads=8, ffn_dim=14_336),
+    "gemma2-27b": _gemma2(
+        dim=4608, num_layers=46, num_heads=32, num_kv_heads=16, ffn_dim=36_864, head_dim=128, query_pre_attn_scalar=144
+    ),
+    # The larger ones of Gemma 3 without their part for images.
+    "gemma3-1b": _gemma3_1b(dim=1152, num_layers=26, num_heads=4, num_kv_heads=1, ffn_dim=6912),
+    "gemma3-4b-text": _gemma3(dim=2560, num_layers=34, num_heads=8, ffn_dim=10_240),
+    "gemma3-12b-text": _gemma3(dim=3840, num_layers=48, num_heads=16, num_kv_heads=8, ffn_dim=15_360),
+    "gemma3-27b-text": _gemma3(
+        dim=5376, num_layers=62, num_heads=32, num_kv_heads=16, ffn_dim=21_504, head_dim=128, query_pre_attn_scalar=168
+    ),
     # As llama-tiny, with eight experts.
     "moe-tiny": LlamaConfig(
         vocab_size=264,

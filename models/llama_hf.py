@@ -12,7 +12,7 @@ import numpy as np
 
 from .checks import MAX_HEADS, MAX_LAYERS
 from .hf_config import Options, check_architecture, refusal
-from .llama_config import ROPE_KINDS, LlamaConfig, RopeScaling
+from .llama_config import GEMMA_OPTIONS, ROPE_KINDS, LlamaConfig, RopeScaling
 from .llama_titan import titan_names
 
 # (our name, their name, order of dims). {i}: the layer, which is a leading dim of our array if layers are stacked.
@@ -52,10 +52,17 @@ _GPT_OSS = [
     ("layers.{i}.mlp.experts.down_proj", "model.layers.{i}.mlp.experts.down_proj"),
     ("layers.{i}.mlp.experts.down_bias", "model.layers.{i}.mlp.experts.down_proj_bias"),
 ]
+# Of Gemma, whose norms after attention and after the MLP have names of their own.
+_GEMMA = [
+    ("layers.{i}.attn_out_norm.scale", "model.layers.{i}.post_attention_layernorm.weight"),
+    ("layers.{i}.mlp_norm.scale", "model.layers.{i}.pre_feedforward_layernorm.weight"),
+    ("layers.{i}.mlp_out_norm.scale", "model.layers.{i}.post_feedforward_layernorm.weight"),
+]
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 _ORIGINAL = "original_max_position_embeddings"
 
+_GEMMA_DEFAULTS = {"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096, "tie_word_embeddings": True}
 # Defaults of transformers for options that a config.json omits.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -71,7 +78,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "sliding_window": 128,
         "rope_theta": 150_000.0,
     },
+    "gemma2": {**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3_text": {**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 10_000.0},
 }
+_HAVE_BIAS = ("llama", "qwen3", "qwen3_moe", "gpt_oss", "gemma2", "gemma3_text")
 
 
 def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,9 +92,10 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     check_architecture(options, _DEFAULTS)
     read = Options({**_DEFAULTS[options["model_type"]], **options})
+    gemma = _gemma(read)
     read.take_only("hidden_act", "silu")
     read.take_only("attention_dropout", 0)
-    read.take_only("attention_bias", False, *[True] * (read.architecture in ("llama", "qwen3", "qwen3_moe", "gpt_oss")))
+    read.take_only("attention_bias", False, *[True] * (read.architecture in _HAVE_BIAS))
     bias = read.take("attention_bias", read.architecture == "gpt_oss")
     read.take_only("mlp_bias", False)
     heads, dim = read.count("num_attention_heads", maximum=MAX_HEADS), read.count("hidden_size")
@@ -100,13 +111,28 @@ def fields_from_config(options: Mapping[str, Any]) -> dict[str, Any]:
         "tied": read.take("tie_word_embeddings", False),
         "qkv_bias": read.architecture == "qwen2" or bias,
         "out_bias": bias,
-        "qk_norm": read.architecture.startswith("qwen3"),
+        "qk_norm": read.architecture.startswith(("qwen3", "gemma3")),
+        **gemma,
         **_windows(read),
-        **_rope(read),
+        **_ropes(read),
         **_experts(read),
     }
     read.refuse_others()
     return fields
+
+
+def _gemma(read: Options) -> dict[str, Any]:
+    """Read the options of Gemma; for other architectures, that they have none."""
+    fields: dict[str, Any] = {"gemma": read.architecture.startswith("gemma"), **dict.fromkeys(GEMMA_OPTIONS)}
+    if not fields["gemma"]:
+        return fields
+    read.take_only("hidden_activation", "gelu_pytorch_tanh")
+    read.skip(["hidden_act", "cache_implementation", "sliding_window_size", "_sliding_window_pattern"])
+    if read.architecture == "gemma3_text":  # transformers does not limit its scores
+        read.take_only("attn_logit_softcapping", None)
+    fields["attention_softcap"] = read.take("attn_logit_softcapping")
+    fields["final_softcap"] = read.take("final_logit_softcapping")
+    return fields | {"query_pre_attn_scalar": read.number("query_pre_attn_scalar", 256)}
 
 
 def _experts(read: Options) -> dict[str, Any]:
@@ -157,10 +183,11 @@ def _clipped_experts(read: Options) -> dict[str, Any]:
 
 def _windows(read: Options) -> dict[str, Any]:
     """Read the window of attention, and in which layers it is."""
-    if read.architecture != "gpt_oss":
+    if read.architecture != "gpt_oss" and not read.architecture.startswith("gemma"):
         return {"local_window_size": _window(read)}
+    default = read.count("sliding_window_pattern", 6) if read.architecture == "gemma3_text" else 2
     num, window = read.need("num_hidden_layers"), read.need("sliding_window")
-    kinds = read.take("layer_types") or ["sliding_attention", "full_attention"] * num
+    kinds = read.take("layer_types") or (["sliding_attention"] * (default - 1) + ["full_attention"]) * num
     every = next((place + 1 for place, kind in enumerate(kinds) if kind == "full_attention"), 0)
     pattern = ["sliding_attention"] * (every - 1) + ["full_attention"]
     if not every or list(kinds[:num]) != (pattern * num)[:num]:
@@ -185,6 +212,21 @@ def _window(read: Options) -> int | None:
     if read.architecture == "llama" and window is not None:
         raise refusal("sliding_window", window, [None])
     return None if kinds and kinds[0] == "full_attention" else window
+
+
+def _ropes(read: Options) -> dict[str, Any]:
+    """Read the rotary embedding, of Gemma 3 for layers with and without a window."""
+    if read.architecture != "gemma3_text":
+        return _rope(read)
+    both = Options({"model_type": "rope", **(read.take("rope_parameters") or {})})
+    names = ("rope_theta", "rope_scaling", "max_position_embeddings")
+    full = {name: read.take(name) for name in names} | {"rope_parameters": both.take("full_attention")}
+    local = {"rope_theta": read.take("rope_local_base_freq"), "rope_parameters": both.take("sliding_attention")}
+    both.refuse_others()
+    found = _rope(Options(local))
+    if found["rope_scaling"] is not None:
+        raise refusal("rope_parameters.sliding_attention", local["rope_parameters"], ["rope_type 'default'"])
+    return {**_rope(Options(full)), "local_rope_theta": found["rope_theta"]}
 
 
 def _rope(read: Options) -> dict[str, Any]:
@@ -238,7 +280,7 @@ def config_from_fields(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
     """
     architecture = _architecture(config)
     options = {
-        "architectures": [f"{architecture.title().replace('_', '')}ForCausalLM"],
+        "architectures": [f"{architecture.removesuffix('_text').title().replace('_', '')}ForCausalLM"],
         "model_type": architecture,
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
@@ -249,10 +291,10 @@ def config_from_fields(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "head_dim": config.head_size,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
-        "hidden_act": "silu",
         "max_position_embeddings": seq_len,
         "rope_theta": config.rope_theta,
-        **_window_options(architecture, config.local_window_size),
+        **_window_options(architecture, config),
+        **_gemma_options(config),
         **({"attention_bias": True} if config.out_bias else {}),
         **_expert_options(architecture, config),
     }
@@ -263,6 +305,18 @@ def config_from_fields(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         elif scaling.kind != "linear":
             options["max_position_embeddings"] = max(seq_len, int(scaling.factor * scaling.original_context))
     return options
+
+
+def _gemma_options(config: LlamaConfig) -> dict[str, Any]:
+    if not config.gemma:
+        return {"hidden_act": "silu"}
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": config.query_pre_attn_scalar or config.head_size,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+        **({} if config.local_rope_theta is None else {"rope_local_base_freq": config.local_rope_theta}),
+    }
 
 
 def _expert_options(architecture: str, config: LlamaConfig) -> dict[str, Any]:
@@ -277,8 +331,6 @@ def _expert_options(architecture: str, config: LlamaConfig) -> dict[str, Any]:
     if architecture == "mixtral":
         return options
     if architecture == "gpt_oss":
-        kinds = ["sliding_attention"] * ((config.full_attention_every or 1) - 1) + ["full_attention"]
-        options["layer_types"] = (kinds * config.num_layers)[: config.num_layers]
         return options | {"swiglu_limit": config.swiglu_limit}
     width = {"moe_intermediate_size": config.ffn_dim, "norm_topk_prob": config.normalize_experts}
     return options | {"num_experts": config.num_experts, "decoder_sparse_step": 1, "mlp_only_layers": []} | width
@@ -296,6 +348,8 @@ def _scaling_options(scaling: RopeScaling) -> dict[str, Any]:
 def _architecture(config: LlamaConfig) -> str:
     # Mistral without a window equals Llama, but transformers requires that a Llama's heads divide its width.
     can_be_llama = config.local_window_size is None and config.dim % config.num_heads == 0
+    if config.gemma or any(getattr(config, name) is not None for name in GEMMA_OPTIONS):
+        return _gemma_architecture(config)
     if config.num_experts is not None or config.sinks or config.full_attention_every is not None:
         return _architecture_with_experts(config)
     if config.qk_norm and config.qkv_bias == config.out_bias:
@@ -309,6 +363,20 @@ def _architecture(config: LlamaConfig) -> str:
             "biases or none and no window; export a model with one of these combinations"
         )
     return "llama" if can_be_llama else "mistral"
+
+
+def _gemma_architecture(config: LlamaConfig) -> str:
+    is_any = config.gemma and config.full_attention_every is not None and not config.sinks
+    is_any = is_any and config.qkv_bias == config.out_bias and config.dim % config.num_heads == 0
+    if is_any and not config.qk_norm and config.local_rope_theta is None:
+        return "gemma2"
+    if is_any and config.qk_norm and config.local_rope_theta is not None and config.attention_softcap is None:
+        return "gemma3_text"
+    raise ValueError(
+        f"LlamaConfig(gemma={config.gemma}, {', '.join(f'{name}={getattr(config, name)}' for name in GEMMA_OPTIONS)}) "
+        "has no architecture in Hugging Face: both Gemmas have full_attention_every, no sinks, all biases or none and "
+        "a dim that num_heads divides; Gemma 3 also has qk_norm and local_rope_theta, and no attention_softcap"
+    )
 
 
 def _architecture_with_experts(config: LlamaConfig) -> str:
@@ -332,9 +400,13 @@ def _architecture_with_experts(config: LlamaConfig) -> str:
     return "mixtral"
 
 
-def _window_options(architecture: str, window: int | None) -> dict[str, Any]:
+def _window_options(architecture: str, config: LlamaConfig) -> dict[str, Any]:
+    window = config.local_window_size
     if architecture == "llama":
         return {}
+    if config.full_attention_every is not None:
+        kinds = ["sliding_attention"] * (config.full_attention_every - 1) + ["full_attention"]
+        return {"sliding_window": window, "layer_types": (kinds * config.num_layers)[: config.num_layers]}
     if architecture in ("mistral", "mixtral", "gpt_oss"):
         return {"sliding_window": window}
     return {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
@@ -353,6 +425,8 @@ PRETRAINED: dict[str, Any] = {
 
 def pretrained_names(config: LlamaConfig) -> dict[str, Any]:
     """Return the names of a model's parameters in checkpoints of Hugging Face, torchtitan and Meta."""
+    if config.gemma:
+        return {**PRETRAINED, "rules": [rule for rule in RULES if ".mlp_norm." not in rule[0]] + _GEMMA}
     if config.num_experts is None:
         return {**PRETRAINED, "others": titan_names(config)}
     if config.swiglu_limit is not None:

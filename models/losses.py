@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .elementwise import soft_cap
 from .over_tensor import context_axes, token_parts
 
 
@@ -156,6 +157,7 @@ def head_loss(
     chunk: int,
     tied: bool = False,
     by_row: bool = False,
+    softcap: float | None = None,
 ) -> LossSums:
     """Apply a head to hidden states and sum the weighted cross entropy, `chunk` tokens of every row at a time.
 
@@ -169,6 +171,7 @@ def head_loss(
       chunk: number of tokens of a row; rows are padded to a multiple with tokens of weight 0.
       tied: the kernel is an embedding, with one row per token id.
       by_row: return the sums of each row, for losses of whole rows, in which the weight of a row depends on its sum.
+      softcap: limit of the logits, as in `soft_cap`; None: no limit.
 
     Raises:
       ValueError: for a head that is not a matrix of the hidden states' width, a chunk that is not a positive whole
@@ -188,18 +191,20 @@ def head_loss(
     weights, dtype = weights.astype(jnp.float32), jnp.result_type(hidden, kernel)
     hidden, kernel = hidden.astype(dtype), kernel.astype(dtype)  # outside of custom_vjp, to keep dtypes of gradients
     if by_row:
-        return _head_sums_by_row(hidden, kernel, targets, weights, chunk, tied)
-    sums: Any = _head_sums(hidden, kernel, targets, weights, chunk, tied)
+        return _head_sums_by_row(hidden, kernel, targets, weights, chunk, tied, softcap)
+    sums: Any = _head_sums(hidden, kernel, targets, weights, chunk, tied, softcap)
     return LossSums(sums[0], jnp.sum(weights), {"correct": sums[1]})
 
 
-def _head_sums_by_row(hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: int, tied: bool) -> LossSums:
+def _head_sums_by_row(
+    hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: int, tied: bool, softcap: float | None
+) -> LossSums:
     dtype, kernel = kernel.dtype, kernel.astype(jnp.float32)  # sums gradients of chunks in float32
 
     @jax.checkpoint
     def body(sums: Any, rows: Any) -> tuple[Any, None]:
         hidden, targets, weights = rows
-        logits = _scores(hidden, kernel.astype(dtype), tied).astype(jnp.float32)
+        logits = soft_cap(_scores(hidden, kernel.astype(dtype), tied).astype(jnp.float32), softcap)
         losses, correct, _ = _each(logits, targets, weights)
         return (sums[0] + jnp.sum(weights * losses, axis=1), sums[1] + jnp.sum(weights * correct, axis=1)), None
 
@@ -210,25 +215,30 @@ def _head_sums_by_row(hidden: Any, kernel: Any, targets: Any, weights: Any, chun
     return LossSums(total, weight, {"correct": correct})
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _head_sums(hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: int, tied: bool) -> tuple[Any, Any]:
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def _head_sums(
+    hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: int, tied: bool, softcap: float | None
+) -> tuple[Any, Any]:
     def body(sums: Any, rows: Any) -> tuple[Any, None]:
         hidden, targets, weights = rows
-        found = cross_entropy(_scores(hidden, kernel, tied), targets, weights)
+        found = cross_entropy(soft_cap(_scores(hidden, kernel, tied), softcap), targets, weights)
         return (sums[0] + found.total, sums[1] + found.aux["correct"]), None
 
     zero = jnp.zeros((), jnp.float32)
     return jax.lax.scan(body, (zero, zero), _chunks(chunk, hidden, targets, weights))[0]
 
 
-def _head_forward(hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: int, tied: bool) -> tuple[Any, Any]:
+def _head_forward(
+    hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: int, tied: bool, softcap: float | None
+) -> tuple[Any, Any]:
     def body(carry: Any, rows: Any) -> tuple[Any, Any]:
         (total, correct, d_kernel), (hidden, targets, weights) = carry, rows
         scores = _scores(hidden, kernel, tied)
-        logits = scores.astype(jnp.float32)
+        logits = soft_cap(scores.astype(jnp.float32), softcap)
         losses, is_correct, norm = _each(logits, targets, weights)
         is_target = jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
         d_scores = (jnp.exp(logits - norm[..., None]) - is_target) * weights[..., None]
+        d_scores = d_scores if softcap is None else d_scores * (1 - jnp.square(logits / softcap))
         d_scores = jnp.where(weights[..., None] == 0, 0.0, d_scores).astype(scores.dtype)
         d_hidden = jnp.einsum("btv,vd->btd" if tied else "btv,dv->btd", d_scores, kernel)
         order = (d_scores, hidden) if tied else (hidden, d_scores)
@@ -245,7 +255,9 @@ def _head_forward(hidden: Any, kernel: Any, targets: Any, weights: Any, chunk: i
     return (total, correct), jax.lax.optimization_barrier((d_hidden, d_kernel, losses))
 
 
-def _head_backward(chunk: int, tied: bool, saved: Any, cotangents: Any) -> tuple[Any, Any, None, Any]:
+def _head_backward(
+    chunk: int, tied: bool, softcap: float | None, saved: Any, cotangents: Any
+) -> tuple[Any, Any, None, Any]:
     d_hidden, d_kernel, losses = saved
     scale = cotangents[0]  # cotangent of the total; `correct` has no derivative
     dtype = d_hidden.dtype
