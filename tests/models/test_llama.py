@@ -246,9 +246,9 @@ def test_without_segment_ids_no_mask_enters_the_model():
     seen = []
 
     class Spy(llama.DecoderLayer):
-        def __call__(self, x, rope, mask):
+        def __call__(self, x, rope, mask, **options):
             seen.append(mask)
-            return super().__call__(x, rope, mask)
+            return super().__call__(x, rope, mask, **options)
 
     model.layers.__class__ = Spy
     nnx.eval_shape(lambda m: m(make_tokens()), model)
