@@ -185,11 +185,10 @@ def attend(
     """
     # A window over the whole row has no effect, but XLA would build its mask.
     window = None if window is None or window >= query.shape[1] else window
-    if has_sinks:
-        return _attend_with_sinks(query, key, value, documents, window)
-    if softcap is not None:
-        run = _by_parts if query.shape[1] > LONGEST_WHOLE else partial(attend_queries, first=0)
-        return run(query, key, value, documents, kernel="xla", window=window, softcap=softcap)
+    if has_sinks or softcap is not None:
+        run: Any = _by_parts if query.shape[1] > LONGEST_WHOLE else partial(attend_queries, first=0)
+        kernel = "sinks" if has_sinks else "xla"
+        return run(query, key, value, documents, kernel=kernel, window=window, softcap=softcap)
     if isinstance(documents, Documents):
         return packed_attention(query, key, value, *documents, window=window)
     kernel = choose_attention(choice, query)
@@ -209,17 +208,6 @@ def attend(
 def with_sinks(query: jax.Array, sinks: jax.Array) -> jax.Array:
     """Add the sink of its head to each query, so that both are split alike. Layout: [B T H A], [H] -> [B T H A+1]."""
     return jnp.concatenate([query, jnp.broadcast_to(sinks[:, None].astype(query.dtype), (*query.shape[:3], 1))], -1)
-
-
-def _attend_with_sinks(query: jax.Array, key: jax.Array, value: jax.Array, documents: Any, window: int | None) -> Any:
-    """Compute attention whose softmax has one more score per head, the sink, that belongs to no key.
-
-    It is written out, since `jax.nn.dot_product_attention` drops the derivative of its statistics (JAX 0.10 to 0.12).
-    Source: attention sinks of gpt-oss.
-    """
-    if query.shape[1] > LONGEST_WHOLE:
-        return _by_parts(query, key, value, documents, "sinks", window)
-    return attend_queries(query, key, value, documents, first=0, kernel="sinks", window=window)
 
 
 def _by_parts(
@@ -281,7 +269,10 @@ def attend_queries(
 def _written_out(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, has_sinks: bool, softcap: float | None
 ) -> jax.Array:
-    """Compute attention with sinks or limited scores, in float32 or wider.
+    """Compute attention with limited scores, or with sinks: one more score per head in the softmax, of no key (gpt-oss).
+
+    It is written out, since `jax.nn.dot_product_attention` limits no scores, and drops the derivative of its statistics
+    (JAX 0.10 to 0.12). Scores are in float32 or wider.
 
     Layout:  [B T H A], or [B T H A+1] with sinks, two of [B S K A], mask [B T S] or [1 T S] -> [B T H A]
     Memory:  scores [B H T S].

@@ -1,6 +1,7 @@
 """Gemma 2 and Gemma 3 of `models/llama.py`, against `transformers`: small models with random weights, made here."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -52,7 +53,7 @@ def their_logits(model):
         return model(torch.tensor(TOKENS, dtype=torch.int64)).logits.numpy()
 
 
-def load(directory, **fields):
+def load(directory, **fields) -> Any:
     """Our job and model with the weights of a checkpoint, and its source."""
     job = as_job(llama.make_job(llama.PRESETS["llama-tiny"], LENGTH), "llama-tiny")
     job = job.with_config(**pretrained_fields(directory, job.pretrained), **fields)
