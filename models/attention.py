@@ -269,7 +269,7 @@ def attend_queries(
 def _written_out(
     query: jax.Array, key: jax.Array, value: jax.Array, mask: jax.Array, *, has_sinks: bool, softcap: float | None
 ) -> jax.Array:
-    """Compute attention with limited scores, or with sinks: one more score per head in the softmax, of no key (gpt-oss).
+    """Compute attention with limited scores, or with sinks: one more score per head, of no key (gpt-oss).
 
     It is written out, since `jax.nn.dot_product_attention` limits no scores, and drops the derivative of its statistics
     (JAX 0.10 to 0.12). Scores are in float32 or wider.
