@@ -577,7 +577,7 @@ def make_job(config: LlamaConfig, seq_len: int) -> dict[str, Any]:
         "model": partial(Llama, config),
         "config": config,
         "loss": loss_of_model,
-        "eval_loss": None if config.num_experts is None else loss_of_tokens,
+        "eval_loss": loss_of_model if config.num_experts is None else loss_of_tokens,
         "units": [{"match": DecoderLayer, "stacked": int(config.stacked)}],
         "batch": token_batch,
         "optimizer": adamw,
