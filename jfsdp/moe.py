@@ -35,7 +35,7 @@ from jax.sharding import PartitionSpec
 
 from jfsdp.arguments import checked, did_you_mean
 from jfsdp.context.rows import axes_here
-from jfsdp.layout.mesh import CONTEXT, DATA_AXES, EXPERT
+from jfsdp.layout.mesh import CONTEXT, DATA_AXES, EXPERT, axes_of, num_contexts
 
 SCOPE = "jfsdp.experts"  # in the names of operations around the products
 SUMMED = "jfsdp_sum_over_devices"  # name of the calls of `sum_over_devices` in a trace
@@ -117,16 +117,12 @@ def experts(
       ValueError: for shapes that do not belong together, k above E, a capacity below 1, E that axis `expert` does not
         divide, and a capacity where axis `context` splits rows.
     """
-    num, axes = _check(x, router_logits, k, capacity, parts)
-    for name, value, shape in (("bias", bias, (num,)), ("mask", mask, x.shape[:2])):
-        if value is not None and jnp.shape(value) != shape:
-            raise ValueError(f"experts: {name} has shape {jnp.shape(value)} instead of {shape}")
-    if mask is not None and not jnp.issubdtype(jnp.result_type(mask), bool):
-        raise TypeError(f"experts: mask has dtype {jnp.result_type(mask)} instead of bool; pass weights > 0")
+    _check_rows(x, router_logits, bias, mask)
+    _check_numbers(router_logits.shape[-1], k, capacity, parts)
     for name, value, known in (("score", score, ("softmax", "sigmoid")), ("send", send, ("copies", "tokens"))):
         if value not in known:
             raise ValueError(f"experts: {name}={value!r}{did_you_mean(value, known)} must be {' or '.join(known)}")
-    logits = jnp.asarray(router_logits)
+    logits, num, axes = jnp.asarray(router_logits), router_logits.shape[-1], axes_here((EXPERT,), is_manual=True)
     scores = jax.nn.softmax(logits, -1) if score == "softmax" else jax.nn.sigmoid(logits)
     _, chosen = jax.lax.top_k(jax.lax.stop_gradient(scores if bias is None else scores + bias), k)
     weights = jnp.take_along_axis(scores, chosen, -1)
@@ -163,8 +159,8 @@ def experts(
     return y, Routing(balance, z, total, dropped, (jnp.max(share) * num).astype(jnp.float32))
 
 
-def _check(x: Any, logits: Any, k: int, capacity: float | None, parts: int) -> tuple[int, tuple[str, ...]]:
-    """Return the number of experts, and the manual axes over which they are; see `experts`."""
+def _check_rows(x: Any, logits: Any, bias: Any, mask: Any) -> None:
+    """Check shapes and dtypes; see `experts`."""
     if x.ndim != 3 or logits.ndim != 3 or x.shape[:2] != logits.shape[:2]:
         raise ValueError(
             f"experts: x has shape {x.shape} and router_logits {logits.shape}; pass x [B T D] and router_logits [B T E]"
@@ -175,7 +171,16 @@ def _check(x: Any, logits: Any, k: int, capacity: float | None, parts: int) -> t
             "compute the router's product in float32: x.astype(jnp.float32) @ kernel.astype(jnp.float32), or a layer's "
             "dtype=jnp.float32"
         )
-    num = logits.shape[-1]
+    for name, value, shape in (("bias", bias, logits.shape[-1:]), ("mask", mask, x.shape[:2])):
+        if value is not None and jnp.shape(value) != shape:
+            raise ValueError(f"experts: {name} has shape {jnp.shape(value)} instead of {shape}")
+    if mask is not None and not jnp.issubdtype(jnp.result_type(mask), bool):
+        raise TypeError(f"experts: mask has dtype {jnp.result_type(mask)} instead of bool; pass weights > 0")
+
+
+def _check_numbers(num: int, k: int, capacity: float | None, parts: int) -> None:
+    """Check numbers for this many experts, on the mesh of the trace; see `experts`."""
+    mesh = jax.sharding.get_abstract_mesh()
     if not 1 <= k <= num:
         raise ValueError(f"experts: k={k} experts of a token must be 1 to {num}, the number of experts")
     if capacity is not None and not 1 <= capacity < math.inf:
@@ -185,24 +190,17 @@ def _check(x: Any, logits: Any, k: int, capacity: float | None, parts: int) -> t
         )
     if parts < 1:
         raise ValueError(f"experts: parts={parts} must be at least 1")
-    if capacity is not None and any(axes_here((CONTEXT,), is_manual=kind) for kind in (True, False)):
+    if capacity is not None and num_contexts(mesh) > 1:
         raise ValueError(
             f"experts: capacity={capacity} counts places in whole rows, which mesh axis {CONTEXT!r} splits; pass "
             "capacity=None, or give the axis' devices to 'fsdp' or 'expert'"
         )
-    size = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in _axes(None))
+    size = math.prod(mesh.shape[axis] for axis in axes_of(mesh, (EXPERT,)))
     if num % size:
         fits = [n for n in range(1, num + 1) if num % n == 0]
         raise ValueError(
             f"experts: mesh axis {EXPERT!r} (size {size}) does not divide {num} experts; use one of {fits}"
         )
-    return num, _axes(True)
-
-
-def _axes(is_manual: bool | None) -> tuple[str, ...]:
-    """Return the axes of the trace's mesh over which experts are cut that are manual, automatic, or both."""
-    kinds = (True, False) if is_manual is None else (is_manual,)
-    return tuple(axis for kind in kinds for axis in axes_here((EXPERT,), is_manual=kind))
 
 
 _Ffn = Callable[[jax.Array], jax.Array]
@@ -224,7 +222,7 @@ def _send(axes: tuple[str, ...], x: jax.Array) -> jax.Array:
     """Bring values to the devices of their experts. Layout: [E N ..] -> [E/X X*N ..]; [E N ..] where XLA splits E."""
     if axes:
         return jax.lax.all_to_all(x, axes, 0, 1, tiled=True)
-    auto = _axes(False)
+    auto = axes_here((EXPERT,), is_manual=False)
     free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
     return jax.lax.with_sharding_constraint(x, PartitionSpec(auto, *free)) if auto else x
 
@@ -233,7 +231,7 @@ def _weighted(ffn: _Ffn, copies: jax.Array, shares: jax.Array) -> jax.Array:
     here = (
         f". Mesh axis {EXPERT!r} gives a device {len(copies)} experts here: cut all their weights over it, biases too "
         "(placements={'**.experts.**': PartitionSpec('expert')}), and take their number from y.shape[0]"
-    ) * bool(_axes(True))
+    ) * bool(axes_here((EXPERT,), is_manual=True))
     try:
         y = ffn(copies)
     except (TypeError, ValueError) as error:
