@@ -1,0 +1,274 @@
+"""`jfsdp.prove`: a user's model, loss and optimizer on many meshes and strategies, compared with one device.
+
+Source: parity with one device as the test of composed parallelism; the signatures are those of causes.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from jfsdp.arguments import Count, Seed, checked
+from jfsdp.layout.cuts import AxisRules
+from jfsdp.layout.mesh import MODEL_AXES, make_mesh
+from jfsdp.layout.placements import Placements
+from jfsdp.layout.precision import is_key
+from jfsdp.layout.select import Selectors
+from jfsdp.layout.wrapped import WrappedModel
+from jfsdp.modules.adapt import as_model
+from jfsdp.proof.cases import STRATEGIES, Case, choose_cases
+from jfsdp.proof.cases import meshes as default_meshes
+from jfsdp.proof.causes import Cause, explain
+from jfsdp.proof.compare import Difference, capture, differences, run_case
+from jfsdp.proof.reference import Reference, Values
+from jfsdp.train.fully_shard import fully_shard
+from jfsdp.train.sharded import ShardedModel
+from jfsdp.train.step.loss_check import same_bits
+
+EQUAL, DIFFERS, REFUSED = "equal", "differs", "refused"
+Shard = Callable[[Case, Callable[[Any], Any]], ShardedModel]
+
+
+@dataclasses.dataclass(frozen=True)
+class Proved:
+    """One case of a proof.
+
+    Attributes:
+      status: "equal", "differs", or "refused" by jfsdp before anything ran.
+      differences: values that differ by more than rounding, in the order of a step.
+      cause: the cause whose signature they have; None if they are equal.
+      worst: the largest relative error of a gradient.
+      seconds: of the case, compilation included.
+    """
+
+    case: Case
+    status: str
+    differences: tuple[Difference, ...] = ()
+    cause: Cause | None = None
+    worst: float = 0.0
+    seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Proof:
+    """The cases of a proof; see `prove`.
+
+    Attributes:
+      dtype: of the parameters.
+      eps: relative rounding error of the narrowest floating dtype in the loss, which decides what counts as equal.
+      note: why the parameters are not in float64; "" if they are.
+    """
+
+    cases: tuple[Proved, ...]
+    dtype: str
+    eps: float
+    note: str = ""
+
+    @property
+    def is_ok(self) -> bool:
+        """Whether at least one case ran, and none differs from one device."""
+        return any(one.status == EQUAL for one in self.cases) and all(one.status != DIFFERS for one in self.cases)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the proof as plain data."""
+        return {"ok": self.is_ok} | dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        width = max((len(one.case.name) for one in self.cases), default=0)
+        lines = [f"parameters in {self.dtype}, narrowest dtype in the loss rounds by {self.eps:.1e}{self.note}"]
+        for one in self.cases:
+            facts = f"gradients within {one.worst:.1e}" if one.status == EQUAL else ""
+            facts = f"{one.cause.name}: {one.cause.text}" if one.cause else facts
+            lines.append(f"{one.case.name:{width}}  {one.status:7}  {facts}".rstrip())
+        return "\n".join(lines)
+
+
+@checked
+def prove(
+    model: Any,
+    loss_fn: Callable[..., Any],
+    tx: optax.GradientTransformation,
+    batch: Any,
+    *,
+    units: Any = (),
+    placements: Placements | None = None,
+    axis_rules: AxisRules | None = None,
+    frozen: Selectors = None,
+    meshes: Sequence[Mapping[str, int]] | None = None,
+    strategies: Sequence[Any] = STRATEGIES,
+    programs: Sequence[str | None] | None = None,
+    accumulate: Sequence[Count] = (1, 2),
+    reshard_after_forward: Sequence[bool | None] = (None, False),
+    remat: Sequence[Any] = ("none", "full"),
+    steps: Count = 2,
+    max_grad_norm: float | None = None,
+    every: bool = False,
+    wide: bool = True,
+    seed: Seed = 0,
+    on_case: Callable[[Proved], None] = lambda proved: None,
+) -> Proof:
+    """Compare training steps on meshes of this process's devices with the same user code on one device.
+
+    Compares the loss, every gradient, and after `steps` steps every parameter, array of the optimizer's state and array
+    of the model's state. The reference is the unmodified model with `jax.grad` and optax. What counts as equal is
+    measured: 16 times the effect of one rounding error in each parameter. Run it on simulated devices
+    (`XLA_FLAGS=--xla_force_host_platform_device_count=8`), with a small model.
+
+    Random keys in the model's state draw the same bits everywhere in program "manual", where dropout masks of devices
+    differ by design; a second run compares that devices do not share them.
+
+    Cost:    a compilation of a step per case, and of the reference for each number of microbatches.
+
+    Args:
+      model, units, placements, axis_rules, frozen: as in `fully_shard`; adapters and codecs are not supported.
+      loss_fn: as in `ShardedModel.train_step`.
+      batch: arrays of one global batch, a multiple of the devices times the microbatches. Each step takes its rows in
+        another order.
+      meshes: sizes by axis; None: all devices on `fsdp`, and two of them on each other axis that the model supports.
+      strategies, programs, accumulate, reshard_after_forward, remat: values to try; `programs=None` tries both programs
+        for a loss that is a sum with its weight, and "xla" for a scalar.
+      every: try every combination; by default each pair of values occurs together in some case.
+      wide: compute in float64 where the model allows; otherwise in the dtype of its parameters.
+      on_case: called after each case.
+
+    Raises:
+      ValueError: for a wrapped model, and if one device cannot run the model.
+    """
+    if isinstance(model, WrappedModel):
+        raise ValueError("prove: models with adapters or codecs are not supported; pass the model without jfsdp.lora")
+    if jax.device_count() == 1 and meshes is None:
+        raise ValueError(
+            "prove: this process has one device; simulate 8 on the CPU with JAX_PLATFORMS=cpu "
+            "XLA_FLAGS=--xla_force_host_platform_device_count=8 in the environment, before JAX starts"
+        )
+    places = {"units": units, "placements": placements, "axis_rules": axis_rules, "frozen": frozen}
+    found = default_meshes(jax.device_count(), _axes(placements, axis_rules)) if meshes is None else meshes
+    columns = {"mesh": found, "strategy": strategies, "program": programs, "accumulate": accumulate}
+    columns |= {"reshard": reshard_after_forward, "remat": remat}
+
+    def shard(case: Case, widen: Callable[[Any], Any]) -> ShardedModel:
+        options = {"reshard_after_forward": case.reshard, "remat": case.remat, "strategy": case.strategy}
+        return fully_shard(widen(model), mesh=make_case_mesh(case), **options, **places)
+
+    given = {"steps": steps, "max_grad_norm": max_grad_norm, "wide": wide, "seed": seed, "on_case": on_case}
+    return prove_cases(model, shard, loss_fn, lambda model: tx, batch, columns, every=every, **given)
+
+
+def make_case_mesh(case: Case) -> Mesh:
+    """Return the mesh of a case, over the first devices of this process."""
+    num_devices = math.prod(size for _, size in case.mesh)
+    return make_mesh(**{"fsdp": 1, **dict(case.mesh)}, devices=jax.devices()[:num_devices])  # type: ignore[arg-type]
+
+
+def _axes(placements: Any, axis_rules: Any) -> list[str]:
+    """Return the model axes that placements and rules name."""
+    text = f"{placements} {axis_rules}"
+    return [axis for axis in (*MODEL_AXES, "expert") if repr(axis) in text]
+
+
+def prove_cases(
+    model: Any,
+    shard: Shard,
+    loss_fn: Callable[..., Any],
+    make_tx: Callable[[ShardedModel], optax.GradientTransformation],
+    batch: Any,
+    columns: Mapping[str, Any],
+    *,
+    every: bool,
+    steps: int,
+    max_grad_norm: float | None,
+    wide: bool,
+    seed: int,
+    on_case: Callable[[Proved], None],
+) -> Proof:
+    """Prove the cases of some columns; see `prove`.
+
+    Args:
+      model: the user's, for the reference.
+      shard: shards the user's model for a case, after passing it to a function that fixes its weights.
+      make_tx: the optimizer of a sharded model.
+    """
+    with jax.enable_x64(wide), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        batches = [jax.tree.map(lambda x, i=i: np.roll(x, i, 0) if np.ndim(x) else x, batch) for i in range(steps)]
+        whole = shard(Case((("fsdp", 1),)), lambda model: model)
+        trained = frozenset(leaf.path for leaf in whole.layout.leaves if leaf.trainable)
+
+        def refer(is_wide: bool) -> Reference:
+            base = as_model(with_weights(model, seed, wide=is_wide))
+            return Reference(base, loss_fn, make_tx(whole), *base.create(seed), trained, batches, max_grad_norm)
+
+        one, note = refer(wide), ""
+        try:
+            one.jaxpr  # noqa: B018
+        except (TypeError, ValueError) as error:
+            if not wide:
+                raise
+            one, wide, note = refer(False), False, f"; float64 fails: {str(error).splitlines()[0]}"
+        alike = dataclasses.replace(
+            one, state={name: same_bits(x) if is_key(x) else x for name, x in one.state.items()}
+        )
+        if columns["program"] is None:
+            columns = {**columns, "program": ("manual", "xla") if one.is_sum else ("xla",)}
+        values: dict[Any, tuple[Values, Values]] = {}
+        proved = []
+        for case in choose_cases(columns, every=every):
+            reference = alike if case.program != "xla" and one.draws else one
+            key = reference is alike, case.accumulate
+            if key not in values:
+                values[key] = reference.train(case.accumulate), reference.train(case.accumulate, reference.moved())
+            weights = functools.partial(with_weights, seed=seed, wide=wide)
+            proved.append(_prove(case, shard, weights, make_tx, reference, *values[key]))
+            on_case(proved[-1])
+        dtype = str(next(x.dtype for x in one.params.values() if jnp.issubdtype(x.dtype, jnp.floating)))
+        return Proof(tuple(proved), dtype, one.eps, note)
+
+
+def with_weights(model: Any, seed: int, *, wide: bool) -> Any:
+    """Return a model with the weights and the state of a seed, floating arrays in float64 if `wide`."""
+
+    def cast(x: Any) -> Any:
+        is_float = not is_key(x) and jnp.issubdtype(x.dtype, jnp.floating)
+        return x.astype(jnp.float64) if wide and is_float else x
+
+    base = as_model(model)
+    plain = base.plain(*jax.tree.map(cast, jax.jit(base.create)(seed)))
+    return (*model[:2], plain) if isinstance(model, tuple | list) else plain
+
+
+def _prove(
+    case: Case,
+    shard: Shard,
+    widen: Callable[[Any], Any],
+    make_tx: Callable[[ShardedModel], optax.GradientTransformation],
+    reference: Reference,
+    one: Values,
+    moved: Values,
+) -> Proved:
+    begin = time.perf_counter()
+    try:
+        model = shard(case, widen)
+        tx = capture(make_tx(model))
+        options = {"program": case.program, "accumulate": case.accumulate, "max_grad_norm": reference.max_grad_norm}
+        run = run_case(
+            model, lambda check: model.train_step(reference.loss_fn, tx, check_loss=check, **options), tx, reference
+        )
+    except ValueError as error:
+        return Proved(case, REFUSED, (), Cause("refused-loss", str(error)), 0.0, time.perf_counter() - begin)
+    found = differences(run.values, one, moved, reference.eps)
+    cause = explain(reference, one, run, case.accumulate, found) if found or run.copies else None
+    given, wanted = run.values.of("gradient"), one.of("gradient")
+    gaps = [np.linalg.norm(given[n] - x) / (np.linalg.norm(x) or 1.0) for n, x in wanted.items() if n in given]
+    seconds = time.perf_counter() - begin
+    return Proved(case, DIFFERS if cause else EQUAL, tuple(found), cause, float(max(gaps, default=0.0)), seconds)

@@ -1,0 +1,152 @@
+"""Training on one device with the user's own code, `jax.grad` and optax: the reference of a proof."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jfsdp.jaxprs import all_eqns, draws
+from jfsdp.layout.precision import is_key
+from jfsdp.modules.model import Arrays, Hooks, PlainModel
+from jfsdp.train.step.loss import as_loss
+from jfsdp.train.update.roles import array_name
+
+# Without units a model calls none of these: it runs as the user wrote it.
+_NO_UNITS = Hooks({}, lambda *_: None, lambda unit: True, lambda x: x, lambda x: x)  # type: ignore[arg-type,return-value]
+
+
+@dataclasses.dataclass(frozen=True)
+class Values:
+    """Values of a run that a proof compares, by kind and name, such as `gradient`, `layers.0.kernel`.
+
+    Attributes:
+      arrays: logical arrays on the host. `gradient` is that of the first step, before clipping to a norm.
+      weights: of the loss, by step.
+    """
+
+    arrays: dict[tuple[str, str], Any]
+    weights: tuple[float, ...] = ()
+
+    def of(self, kind: str) -> dict[str, Any]:
+        """Return the arrays of one kind by name."""
+        return {name: value for (of, name), value in self.arrays.items() if of == kind}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reference:
+    """A model with its loss and optimizer on one device.
+
+    Attributes:
+      trained: names of the trained parameters.
+      batches: the global batch of each step.
+    """
+
+    model: PlainModel
+    loss_fn: Callable[[Any, Any], Any]
+    tx: optax.GradientTransformation
+    params: Arrays
+    state: Arrays
+    trained: frozenset[str]
+    batches: Sequence[Any]
+    max_grad_norm: float | None = None
+
+    def loss(self, params: Arrays, state: Arrays, rows: Any) -> tuple[jax.Array, Any]:
+        """Return the total of the loss over rows, and `(weight, state afterwards)`."""
+        fn = lambda model, rows: as_loss(self.loss_fn(model, rows))  # noqa: E731
+        loss, _, after = self.model.run(fn, params, state, (rows,), _NO_UNITS)
+        return loss.total, (loss.weight, after)
+
+    @functools.cached_property
+    def _grad(self) -> Callable[..., Any]:
+        def compute(trained: Arrays, frozen: Arrays, state: Arrays, rows: Any) -> Any:
+            return self.loss({**frozen, **trained}, state, rows)
+
+        return jax.jit(jax.value_and_grad(compute, has_aux=True))
+
+    def gradient(self, params: Arrays, state: Arrays, rows: Any) -> tuple[jax.Array, jax.Array, Arrays, Arrays]:
+        """Return the total, its weight, the state afterwards, and the gradients of the total by name."""
+        parts = [
+            {name: x for name, x in params.items() if (name in self.trained) is wanted} for wanted in (True, False)
+        ]
+        (total, (weight, after)), grads = self._grad(*parts, state, rows)
+        return total, weight, after, grads
+
+    def train(self, accumulate: int, params: Arrays | None = None) -> Values:
+        """Take a step for each batch; microbatch a has the rows b with b % accumulate == a.
+
+        Args:
+          params: to begin with; None: the model's.
+        """
+        params, state, found = dict(params or self.params), self.state, dict[tuple[str, str], Any]()
+        tx, build, by_name = optax.with_extra_args_support(self.tx), self.model.tree.build, self.model.tree.by_name
+        pick = lambda values: build({name: values[name] for name in self.trained})  # noqa: E731
+        opt_state, weights = jax.jit(tx.init)(pick(params)), []
+        update = jax.jit(tx.update)
+        for index, batch in enumerate(self.batches):
+            loss, weight, sums = 0.0, 0.0, None
+            for part in range(accumulate):
+                rows = jax.tree.map(lambda x, part=part: x[part::accumulate] if jnp.ndim(x) else x, batch)
+                total, count, state, grads = self.gradient(params, state, rows)
+                loss, weight = loss + total, weight + count
+                sums = grads if sums is None else jax.tree.map(jnp.add, sums, grads)
+            grads = {name: x / weight for name, x in (sums or {}).items()}
+            weights.append(float(weight))
+            found["loss", f"step {index + 1}"] = loss / weight
+            norm = optax.tree.norm(grads)
+            if index == 0:
+                found |= {("gradient", name): x for name, x in grads.items()}
+            if self.max_grad_norm is not None:
+                grads = {name: x * jnp.minimum(1.0, self.max_grad_norm / norm) for name, x in grads.items()}
+            updates, opt_state = update(pick(grads), opt_state, pick(params), value=loss / weight)
+            params |= by_name(optax.apply_updates(pick(params), updates))
+        found |= {("parameter", name): x for name, x in params.items()}
+        for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
+            found["optimizer state", array_name(self.model.tree, path)] = x
+        found |= {("model state", name): x for name, x in state.items() if not is_key(x)}
+        return Values(jax.device_get(found), tuple(weights))
+
+    @functools.cached_property
+    def is_sum(self) -> bool:
+        """Whether the loss is a sum with its weight, not a scalar."""
+        found: list[bool] = []
+
+        def probe(model: Any, rows: Any) -> Any:
+            loss = self.loss_fn(model, rows)
+            found.append(hasattr(loss, "total"))
+            return loss
+
+        shapes = self.params, self.state, self.batches[0]
+        jax.eval_shape(dataclasses.replace(self, loss_fn=probe).loss, *shapes)
+        return found[0]
+
+    @functools.cached_property
+    def jaxpr(self) -> Any:
+        """The trace of the loss."""
+        return jax.make_jaxpr(self.loss)(self.params, self.state, self.batches[0]).jaxpr
+
+    @property
+    def draws(self) -> bool:
+        """Whether the loss draws random numbers."""
+        return any(map(draws, all_eqns(self.jaxpr)))
+
+    @property
+    def eps(self) -> float:
+        """The relative rounding error of the narrowest floating dtype in the loss."""
+        dtypes = {var.aval.dtype for eqn in all_eqns(self.jaxpr) for var in eqn.outvars if hasattr(var.aval, "dtype")}
+        return max(float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.floating))
+
+    def moved(self) -> Arrays:
+        """Return the parameters with a relative change of each element by its dtype's rounding error, of random sign."""
+        keys = jax.random.split(jax.random.key(0), len(self.params))
+
+        def move(key: jax.Array, x: jax.Array) -> jax.Array:
+            return x * (1 + self.eps * jax.random.rademacher(key, x.shape, x.dtype))
+
+        pairs = zip(keys, self.params.items(), strict=True)
+        return {name: move(key, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for key, (name, x) in pairs}
