@@ -31,7 +31,7 @@ from jfsdp.proof.cases import STRATEGIES, Case, choose_cases
 from jfsdp.proof.cases import meshes as default_meshes
 from jfsdp.proof.causes import Cause, explain
 from jfsdp.proof.compare import Difference, capture, differences, run_case
-from jfsdp.proof.reference import Reference, Values
+from jfsdp.proof.reference import FAST_TO_COMPILE, Reference, Values
 from jfsdp.train.fully_shard import fully_shard
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.loss_check import same_bits
@@ -206,8 +206,10 @@ def prove_cases(
         trained = frozenset(leaf.path for leaf in whole.layout.leaves if leaf.trainable)
 
         def refer(is_wide: bool) -> Reference:
-            base = as_model(with_weights(model, seed, wide=is_wide))
-            return Reference(base, loss_fn, make_tx(whole), *base.create(seed), trained, batches, max_grad_norm)
+            base = as_model(model)
+            made = jax.jit(base.create, compiler_options=FAST_TO_COMPILE)(seed)
+            arrays = jax.tree.map(_widen, made) if is_wide else made
+            return Reference(base, loss_fn, make_tx(whole), *arrays, trained, batches, max_grad_norm)
 
         one, note = refer(wide), ""
         try:
@@ -228,22 +230,27 @@ def prove_cases(
             key = reference is alike, case.accumulate
             if key not in values:
                 values[key] = reference.train(case.accumulate), reference.train(case.accumulate, reference.moved())
-            weights = functools.partial(with_weights, seed=seed, wide=wide)
+            weights = functools.partial(with_weights, reference=one)
             proved.append(_prove(case, shard, weights, make_tx, reference, *values[key]))
             on_case(proved[-1])
         dtype = str(next(x.dtype for x in one.params.values() if jnp.issubdtype(x.dtype, jnp.floating)))
         return Proof(tuple(proved), dtype, one.eps, note)
 
 
-def with_weights(model: Any, seed: int, *, wide: bool) -> Any:
-    """Return a model with the weights and the state of a seed, floating arrays in float64 if `wide`."""
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float64) if not is_key(x) and jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    def cast(x: Any) -> Any:
-        is_float = not is_key(x) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(jnp.float64) if wide and is_float else x
 
+def with_weights(model: Any, reference: Reference) -> Any:
+    """Return a model with the weights and the state of a reference.
+
+    Raises:
+      ValueError: if the model has other parameters than the reference.
+    """
     base = as_model(model)
-    plain = base.plain(*jax.tree.map(cast, jax.jit(base.create)(seed)))
+    if other := base.params.keys() ^ reference.params.keys():
+        raise ValueError(f"prove: {min(other)} is a parameter on some meshes only, so there is no reference for it")
+    plain = base.plain(reference.params, reference.state)
     return (*model[:2], plain) if isinstance(model, tuple | list) else plain
 
 
@@ -261,6 +268,7 @@ def _prove(
         model = shard(case, widen)
         tx = capture(make_tx(model))
         options = {"program": case.program, "accumulate": case.accumulate, "max_grad_norm": reference.max_grad_norm}
+        options["compiler_options"] = FAST_TO_COMPILE
         run = run_case(
             model, lambda check: model.train_step(reference.loss_fn, tx, check_loss=check, **options), tx, reference
         )
