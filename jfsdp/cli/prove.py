@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from jfsdp.cli.console import BROKEN, Reporting, make_console, print_verdict
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.job import load_job
-from jfsdp.trainer.options import Count, Dtype, Mesh, Number, ShardingOptions, optional, text
+from jfsdp.trainer.options import Count, Dtype, Mesh, Number, ShardingOptions, text
 from jfsdp.trainer.parse import read_mesh, read_strategy, write
 
 
@@ -58,7 +58,7 @@ class Prove(Reporting, ShardingOptions):
         job, changed = (job, {}) if self.whole else jobs.cut_to_size(job)
         accumulate = [self.accumulate] if self.accumulate else [1, 2]
         columns: dict[str, Any] = {
-            "mesh": [dict(self.mesh)] if self.mesh else jobs.job_meshes(job, self.devices),
+            "mesh": [dict(self.mesh)] if self.mesh else None,
             "strategy": [self.strategy] if self.strategy is not None else STRATEGIES,
             "program": [self.program] if self.program else None,
             "accumulate": accumulate,

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jfsdp.layout.mesh import CONTEXT, EXPERT, PIPE
+from jfsdp.layout.mesh import CONTEXT
 from jfsdp.modules.adapt import as_model
-from jfsdp.proof.cases import Case, meshes
+from jfsdp.proof.cases import Case
 from jfsdp.proof.prove import Proof, Proved, make_case_mesh, prove_cases
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.trainer.job import Job
@@ -103,7 +103,8 @@ def prove_job(
     for name in _REFUSED:
         if getattr(options, name):
             raise ValueError(
-                f"{name}={getattr(options, name)!r}: a proof computes in the model's dtypes, without adapters; leave it out"
+                f"{name}={getattr(options, name)!r}: a proof computes in the model's dtypes and without adapters; "
+                "leave it out"
             )
 
     def shard(case: Case, widen: Callable[[Any], Any]) -> ShardedModel:
@@ -114,16 +115,9 @@ def prove_job(
         return shard_job(dataclasses.replace(options, **given), fixed, mesh)
 
     given = {"steps": steps, "max_grad_norm": None, "wide": wide, "seed": 0, "on_case": on_case, "every": every}
+    given["axes"] = [CONTEXT] if job.in_context else []
     make_tx = lambda model: make_optimizer(options, job, model, 1e-3)  # noqa: E731
     return prove_cases(job.model, shard, job.loss, make_tx, batch, columns, **given)
-
-
-def job_meshes(job: Job, num_devices: int) -> list[dict[str, int]]:
-    """Return the meshes of a proof over the axes that a job supports."""
-    axes = [CONTEXT] if job.in_context else []
-    axes += ["tensor"] if job.axis_rules else []
-    axes += [EXPERT] if job.with_experts else []
-    return meshes(num_devices, [*axes, *([PIPE] if getattr(job.config, "stacked", False) else [])])
 
 
 def tokens_of(job: Job) -> int:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jfsdp.arguments import Count, Seed, checked
 from jfsdp.layout.cuts import AxisRules
-from jfsdp.layout.mesh import MODEL_AXES, make_mesh
+from jfsdp.layout.mesh import CUT_AXES, make_mesh
 from jfsdp.layout.placements import Placements
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.select import Selectors
@@ -153,8 +153,7 @@ def prove(
             "XLA_FLAGS=--xla_force_host_platform_device_count=8 in the environment, before JAX starts"
         )
     places = {"units": units, "placements": placements, "axis_rules": axis_rules, "frozen": frozen}
-    found = default_meshes(jax.device_count(), _axes(placements, axis_rules)) if meshes is None else meshes
-    columns = {"mesh": found, "strategy": strategies, "program": programs, "accumulate": accumulate}
+    columns = {"mesh": meshes, "strategy": strategies, "program": programs, "accumulate": accumulate}
     columns |= {"reshard": reshard_after_forward, "remat": remat}
 
     def shard(case: Case, widen: Callable[[Any], Any]) -> ShardedModel:
@@ -171,10 +170,16 @@ def make_case_mesh(case: Case) -> Mesh:
     return make_mesh(**{"fsdp": 1, **dict(case.mesh)}, devices=jax.devices()[:num_devices])  # type: ignore[arg-type]
 
 
-def _axes(placements: Any, axis_rules: Any) -> list[str]:
-    """Return the model axes that placements and rules name."""
-    text = f"{placements} {axis_rules}"
-    return [axis for axis in (*MODEL_AXES, "expert") if repr(axis) in text]
+def _axes(shard: Shard, *, has_sum: bool) -> list[str]:
+    """Return the axes other than data axes that cut parameters of the model, if it is placed on them."""
+    found = []
+    for axis in CUT_AXES if has_sum else ("tensor",):
+        try:
+            layout = shard(Case((("fsdp", 1), (axis, 2))), lambda model: model).layout
+        except ValueError:  # such as a number of layers that 2 does not divide
+            continue
+        found += [axis] if any(cut.axis == axis for leaf in layout.leaves for cut in leaf.cuts) else []
+    return found
 
 
 def prove_cases(
@@ -191,6 +196,7 @@ def prove_cases(
     wide: bool,
     seed: int,
     on_case: Callable[[Proved], None],
+    axes: Sequence[str] = (),
 ) -> Proof:
     """Prove the cases of some columns; see `prove`.
 
@@ -198,6 +204,7 @@ def prove_cases(
       model: the user's, for the reference.
       shard: shards the user's model for a case, after passing it to a function that fixes its weights.
       make_tx: the optimizer of a sharded model.
+      axes: to try if no mesh is given, in addition to those that cut parameters.
     """
     with jax.enable_x64(wide), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -223,6 +230,9 @@ def prove_cases(
         )
         if columns["program"] is None:
             columns = {**columns, "program": ("manual", "xla") if one.is_sum else ("xla",)}
+        if columns["mesh"] is None:
+            axes = [*axes, *_axes(shard, has_sum=one.is_sum)]
+            columns = {**columns, "mesh": default_meshes(jax.device_count(), axes)}
         values: dict[Any, tuple[Values, Values]] = {}
         proved = []
         for case in choose_cases(columns, every=every):
