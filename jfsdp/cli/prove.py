@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 from typing import Annotated, Any
 
 from jfsdp.cli.console import BROKEN, Reporting, make_console, print_verdict
@@ -47,13 +49,11 @@ class Prove(Reporting, ShardingOptions):
     """Tokens per row. none: 32, or the model's if that is less."""
 
     def run(self) -> int:
-        import jax
-
         from jfsdp.proof import jobs
         from jfsdp.proof.cases import STRATEGIES
 
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", self.devices)
+        jobs.check_options(self)
+        _simulate(self.devices)
         job = load_job(self.model, self.factory).with_config(**dict(self.model_config))
         job, changed = (job, {}) if self.whole else jobs.cut_to_size(job)
         accumulate = [self.accumulate] if self.accumulate else [1, 2]
@@ -77,10 +77,26 @@ class Prove(Reporting, ShardingOptions):
             proof = jobs.prove_job(options, job, columns, [dict(self.mesh)] if self.mesh else None, **given)
 
         def print_proof() -> None:
-            num = sum(one.status == "equal" for one in proof.cases)
-            verdict = f"{num} of {len(proof.cases)} cases equal one device"
+            num, refused = (sum(one.status == status for one in proof.cases) for status in ("equal", "refused"))
+            verdict = f"{num} of {len(proof.cases)} cases equal one device" + f", {refused} refused" * bool(refused)
             print_verdict(console, proof.is_ok, "EQUAL" if proof.is_ok else "DIFFERS", verdict)
             console.print(str(proof), soft_wrap=True)
 
         self.report({"model": job.name, "config": changed} | proof.to_dict(), print_proof)
         return 0 if proof.is_ok else BROKEN
+
+
+def _simulate(num_devices: int) -> None:
+    """Let the CPU simulate devices.
+
+    Raises:
+      ValueError: if JAX has started with fewer.
+    """
+    import jax
+
+    if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX has started
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", num_devices)
+    if jax.device_count() < num_devices:
+        raise ValueError(f"--devices {num_devices}: XLA_FLAGS sets {jax.device_count()}; remove the flag, or lower it")

@@ -83,6 +83,17 @@ def random_batch(job: Job, rows: int, seq_len: int) -> Any:
     return jax.tree_util.tree_map_with_path(draw, make_batch(job, rows, seq_len))
 
 
+def check_options(options: ShardingOptions) -> None:
+    """Check that no option changes the numbers of a step by design.
+
+    Raises:
+      ValueError: naming the option.
+    """
+    for name in _REFUSED:
+        if getattr(options, name):
+            raise ValueError(f"{name}=: a proof computes in the model's dtypes and without adapters; leave it out")
+
+
 def prove_job(
     options: ShardingOptions,
     job: Job,
@@ -102,14 +113,9 @@ def prove_job(
       columns, meshes: as in `choose_cases`.
 
     Raises:
-      ValueError: for options that change the numbers of a step by design, naming them.
+      ValueError: as `check_options`.
     """
-    for name in _REFUSED:
-        if getattr(options, name):
-            raise ValueError(
-                f"{name}={getattr(options, name)!r}: a proof computes in the model's dtypes and without adapters; "
-                "leave it out"
-            )
+    check_options(options)
 
     def shard(case: Case, widen: Callable[[Any], Any]) -> ShardedModel:
         mesh = make_case_mesh(case)

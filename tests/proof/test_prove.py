@@ -10,6 +10,7 @@ import pytest
 from flax import linen
 
 import jfsdp
+from jfsdp.cli import main
 from jfsdp.proof.cases import STRATEGIES, choose_cases
 from jfsdp.proof.jobs import MOST_PARAMETERS, cut_to_size, num_parameters, random_batch
 from jfsdp.trainer.job import find_job
@@ -91,3 +92,14 @@ def test_models_are_cut_to_size(name):
     assert {getattr(job.config, field) for field in changed} == {*changed.values()}
     rows = random_batch(job, 8, 32)
     assert rows["tokens"].shape == (8, 32) and rows["tokens"].max() < job.config.vocab_size
+
+
+def test_the_command_prints_the_cases_and_ends_with_a_status(capsys):
+    options = ["--mesh", "fsdp=8", "--strategy", "zero1", "--accumulate", "1", "--remat", "none", "--program", "xla"]
+    assert main(["prove", "--model", "gpt2-tiny", "--reshard-after-forward", "false", *options, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "gpt2-tiny" and found["config"] and found["ok"]
+    (case,) = found["cases"]
+    assert case["case"]["mesh"] == [["fsdp", 8]] and case["status"] == "equal"
+    assert main(["prove", "--model", "gpt2-tiny", "--lora", "rank=2,targets=**.kernel", *options]) == 2
+    assert "--lora" in capsys.readouterr().err
