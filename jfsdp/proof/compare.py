@@ -74,7 +74,7 @@ class Run:
 
 
 def run_case(
-    model: ShardedModel, make_step: Callable[[bool], TrainStep], tx: optax.GradientTransformation, reference: Reference
+    model: ShardedModel, make_step: Callable[..., TrainStep], tx: optax.GradientTransformation, reference: Reference
 ) -> Run:
     """Take the reference's steps on the model's mesh.
 
@@ -82,7 +82,7 @@ def run_case(
       make_step: makes the step of the transformation `tx = capture(...)`, with or without the check of the loss.
     """
     found, copies, weights = dict[tuple[str, str], Any](), list[tuple[str, str]](), []
-    step = make_step(False)
+    step = make_step(check_loss=False)
 
     def first_state() -> TrainState:
         state = model.init(tx)
@@ -91,7 +91,7 @@ def run_case(
 
     def check_loss() -> str:
         try:
-            make_step(True).prepare(first_state(), reference.batches[0])
+            make_step(check_loss=True).prepare(first_state(), reference.batches[0])
         except ValueError as error:
             return str(error)
         return ""

@@ -14,7 +14,7 @@ import numpy as np
 from jfsdp.layout.mesh import CONTEXT
 from jfsdp.modules.adapt import as_model
 from jfsdp.proof.cases import Case
-from jfsdp.proof.prove import Proof, Proved, make_case_mesh, prove_cases
+from jfsdp.proof.prove import Proof, Subject, make_case_mesh
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.trainer.job import Job
 from jfsdp.trainer.options import ShardingOptions, make_optimizer, place_model, shard_job
@@ -101,16 +101,14 @@ def prove_job(
     meshes: Sequence[Mapping[str, int]] | None = None,
     *,
     batch: Any,
-    every: bool = False,
     steps: int = 2,
-    wide: bool = True,
-    on_case: Callable[[Proved], None] = lambda proved: None,
+    **more: Any,
 ) -> Proof:
     """Prove a job's steps; see `jfsdp.prove`.
 
     Args:
       options: those of the sharding, except the mesh and what `columns` vary.
-      columns, meshes: as in `choose_cases`.
+      columns, meshes, more: as in `Subject.prove`.
 
     Raises:
       ValueError: as `check_options`.
@@ -124,10 +122,9 @@ def prove_job(
         given = {"strategy": case.strategy, "reshard_after_forward": case.reshard, "remat": case.remat}
         return shard_job(dataclasses.replace(options, **given), fixed, mesh)
 
-    given = {"steps": steps, "max_grad_norm": None, "wide": wide, "seed": 0, "on_case": on_case, "every": every}
-    given["axes"] = [CONTEXT] if job.in_context else []
     make_tx = lambda model: make_optimizer(options, job, model, 1e-3)  # noqa: E731
-    return prove_cases(job.model, shard, job.loss, make_tx, batch, columns, meshes, **given)
+    axes = [CONTEXT] if job.in_context else []
+    return Subject(job.model, job.loss, batch, shard, make_tx, steps, axes=axes).prove(columns, meshes, **more)
 
 
 def tokens_of(job: Job) -> int:

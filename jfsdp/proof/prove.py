@@ -5,6 +5,7 @@ Source: parity with one device as the test of composed parallelism; the signatur
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -19,7 +20,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jfsdp.arguments import Count, Seed, checked
+from jfsdp.arguments import Count, checked
 from jfsdp.layout.cuts import AxisRules
 from jfsdp.layout.mesh import CUT_AXES, make_mesh
 from jfsdp.layout.placements import Placements
@@ -36,7 +37,6 @@ from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.loss_check import same_bits
 
 EQUAL, DIFFERS, REFUSED = "equal", "differs", "refused"
-Shard = Callable[[Case, Callable[[Any], Any]], ShardedModel]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +114,6 @@ def prove(
     max_grad_norm: float | None = None,
     every: bool = False,
     wide: bool = True,
-    seed: Seed = 0,
     on_case: Callable[[Proved], None] = lambda proved: None,
 ) -> Proof:
     """Compare training steps on meshes of this process's devices with the same user code on one device.
@@ -164,8 +163,8 @@ def prove(
         options = {"reshard_after_forward": case.reshard, "remat": case.remat, "strategy": case.strategy}
         return fully_shard(widen(model), mesh=make_case_mesh(case), **options, **places)
 
-    given = {"steps": steps, "max_grad_norm": max_grad_norm, "wide": wide, "seed": seed, "on_case": on_case}
-    return prove_cases(model, shard, loss_fn, lambda model: tx, batch, columns, meshes, every=every, **given)
+    subject = Subject(model, loss_fn, batch, shard, lambda model: tx, steps, wide, max_grad_norm)
+    return subject.prove(columns, meshes, every=every, on_case=on_case)
 
 
 def make_case_mesh(case: Case) -> Mesh:
@@ -174,81 +173,98 @@ def make_case_mesh(case: Case) -> Mesh:
     return make_mesh(**{"fsdp": 1, **dict(case.mesh)}, devices=jax.devices()[:num_devices])  # type: ignore[arg-type]
 
 
-def _axes(shard: Shard, *, has_sum: bool) -> list[str]:
-    """Return the axes other than data axes that cut parameters of the model, if it is placed on them."""
-    found = []
-    for axis in CUT_AXES if has_sum else ("tensor",):
-        try:
-            layout = shard(Case((("fsdp", 1), (axis, 2))), lambda model: model).layout
-        except ValueError:  # such as a number of layers that 2 does not divide
-            continue
-        found += [axis] if any(cut.axis == axis for leaf in layout.leaves for cut in leaf.cuts) else []
-    return found
+@dataclasses.dataclass(frozen=True, eq=False)
+class Subject:
+    """What is proved: a model with its loss, batch and optimizer; see `prove`.
 
-
-def prove_cases(
-    model: Any,
-    shard: Shard,
-    loss_fn: Callable[..., Any],
-    make_tx: Callable[[ShardedModel], optax.GradientTransformation],
-    batch: Any,
-    columns: Mapping[str, Any],
-    meshes: Sequence[Mapping[str, int]] | None,
-    *,
-    every: bool,
-    steps: int,
-    max_grad_norm: float | None,
-    wide: bool,
-    seed: int,
-    on_case: Callable[[Proved], None],
-    axes: Sequence[str] = (),
-) -> Proof:
-    """Prove the cases of some columns; see `prove`.
-
-    Args:
+    Attributes:
       model: the user's, for the reference.
       shard: shards the user's model for a case, after passing it to a function that fixes its weights.
       make_tx: the optimizer of a sharded model.
       axes: to try if no mesh is given, in addition to those that cut parameters.
     """
-    with jax.enable_x64(wide), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        batches = [jax.tree.map(lambda x, i=i: np.roll(x, i, 0) if np.ndim(x) else x, batch) for i in range(steps)]
-        whole = shard(Case((("fsdp", 1),)), lambda model: model)
+
+    model: Any
+    loss_fn: Callable[..., Any]
+    batch: Any
+    shard: Callable[[Case, Callable[[Any], Any]], ShardedModel]
+    make_tx: Callable[[ShardedModel], optax.GradientTransformation]
+    steps: int = 2
+    wide: bool = True
+    max_grad_norm: float | None = None
+    axes: Sequence[str] = ()
+
+    def prove(
+        self,
+        columns: Mapping[str, Any],
+        meshes: Sequence[Mapping[str, int]] | None,
+        *,
+        every: bool = False,
+        on_case: Callable[[Proved], None] = lambda proved: None,
+    ) -> Proof:
+        """Prove the cases of some columns; `columns["program"]` may be None, as in `prove`."""
+        with jax.enable_x64(self.wide), jax.default_matmul_precision("highest"), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            one, note = self._refer(self.wide), ""
+            try:
+                one.jaxpr  # noqa: B018
+            except (TypeError, ValueError) as error:
+                if not self.wide:
+                    raise
+                one, note = self._refer(False), f"; float64 fails: {str(error).splitlines()[0]}"
+            programs = columns["program"] or (("manual", "xla") if one.is_sum else ("xla",))
+            axes = [*self.axes, *(self._cut_axes(has_sum=one.is_sum) if meshes is None else ())]
+            same = {name: same_bits(x) if is_key(x) else x for name, x in one.state.items()}
+            alike = dataclasses.replace(one, state=same)
+            values: dict[Any, tuple[Values, Values]] = {}
+            proved = []
+            for case in choose_cases({**columns, "program": programs}, meshes, jax.device_count(), axes, every=every):
+                reference = alike if case.program != "xla" and one.draws else one
+                key = reference is alike, case.accumulate
+                if key not in values:
+                    values[key] = reference.train(case.accumulate), reference.train(case.accumulate, reference.moved())
+                proved.append(self._prove(case, reference, *values[key]))
+                on_case(proved[-1])
+            dtype = str(next(x.dtype for x in one.params.values() if jnp.issubdtype(x.dtype, jnp.floating)))
+            return Proof(tuple(proved), dtype, one.eps, note)
+
+    def _refer(self, wide: bool) -> Reference:
+        """Return the reference, with floating arrays in float64 if `wide`."""
+        whole, base = self.shard(Case((("fsdp", 1),)), lambda model: model), as_model(self.model)
+        made = jax.jit(base.create, compiler_options=FAST_TO_COMPILE)(0)
         trained = frozenset(leaf.path for leaf in whole.layout.leaves if leaf.trainable)
+        roll = lambda x, by: np.roll(x, by, 0) if np.ndim(x) else x  # noqa: E731
+        batches = [jax.tree.map(functools.partial(roll, by=by), self.batch) for by in range(self.steps)]
+        arrays = jax.tree.map(_widen, made) if wide else made
+        return Reference(base, self.loss_fn, self.make_tx(whole), *arrays, trained, batches, self.max_grad_norm)
 
-        def refer(is_wide: bool) -> Reference:
-            base = as_model(model)
-            made = jax.jit(base.create, compiler_options=FAST_TO_COMPILE)(seed)
-            arrays = jax.tree.map(_widen, made) if is_wide else made
-            return Reference(base, loss_fn, make_tx(whole), *arrays, trained, batches, max_grad_norm)
+    def _cut_axes(self, *, has_sum: bool) -> list[str]:
+        """Return the axes that cut parameters of the model, if it is placed on them."""
+        found = []
+        for axis in CUT_AXES if has_sum else ("tensor",):
+            with contextlib.suppress(ValueError):  # such as a number of layers that 2 does not divide
+                layout = self.shard(Case((("fsdp", 1), (axis, 2))), lambda model: model).layout
+                found += [axis] if any(cut.axis == axis for leaf in layout.leaves for cut in leaf.cuts) else []
+        return found
 
-        one, note = refer(wide), ""
+    def _prove(self, case: Case, reference: Reference, one: Values, moved: Values) -> Proved:
+        begin = time.perf_counter()
         try:
-            one.jaxpr  # noqa: B018
-        except (TypeError, ValueError) as error:
-            if not wide:
-                raise
-            one, wide, note = refer(False), False, f"; float64 fails: {str(error).splitlines()[0]}"
-        alike = dataclasses.replace(
-            one, state={name: same_bits(x) if is_key(x) else x for name, x in one.state.items()}
-        )
-        if columns["program"] is None:
-            columns = {**columns, "program": ("manual", "xla") if one.is_sum else ("xla",)}
-        if meshes is None:
-            axes = [*axes, *_axes(shard, has_sum=one.is_sum)]
-        values: dict[Any, tuple[Values, Values]] = {}
-        proved = []
-        for case in choose_cases(columns, meshes, jax.device_count(), axes, every=every):
-            reference = alike if case.program != "xla" and one.draws else one
-            key = reference is alike, case.accumulate
-            if key not in values:
-                values[key] = reference.train(case.accumulate), reference.train(case.accumulate, reference.moved())
-            weights = functools.partial(with_weights, reference=one)
-            proved.append(_prove(case, shard, weights, make_tx, reference, *values[key]))
-            on_case(proved[-1])
-        dtype = str(next(x.dtype for x in one.params.values() if jnp.issubdtype(x.dtype, jnp.floating)))
-        return Proof(tuple(proved), dtype, one.eps, note)
+            model = self.shard(case, functools.partial(with_weights, reference=reference))
+            tx = capture(self.make_tx(model))
+            options = {"program": case.program, "accumulate": case.accumulate, "max_grad_norm": self.max_grad_norm}
+            make_step = functools.partial(
+                model.train_step, self.loss_fn, tx, compiler_options=FAST_TO_COMPILE, **options
+            )
+            run = run_case(model, make_step, tx, reference)
+        except ValueError as error:
+            return Proved(case, REFUSED, (), Cause("refused-loss", str(error)), 0.0, time.perf_counter() - begin)
+        found = differences(run.values, one, moved, reference.eps)
+        cause = explain(reference, one, run, case.accumulate, found) if found or run.copies else None
+        given, wanted = run.values.of("gradient"), one.of("gradient")
+        gaps = [np.linalg.norm(given[n] - x) / (np.linalg.norm(x) or 1.0) for n, x in wanted.items() if n in given]
+        status, seconds = DIFFERS if cause else EQUAL, time.perf_counter() - begin
+        return Proved(case, status, tuple(found), cause, float(max(gaps, default=0.0)), seconds)
 
 
 def _widen(x: jax.Array) -> jax.Array:
@@ -266,31 +282,3 @@ def with_weights(model: Any, reference: Reference) -> Any:
         raise ValueError(f"prove: {min(other)} is a parameter on some meshes only, so there is no reference for it")
     plain = base.plain(reference.params, reference.state)
     return (*model[:2], plain) if isinstance(model, tuple | list) else plain
-
-
-def _prove(
-    case: Case,
-    shard: Shard,
-    widen: Callable[[Any], Any],
-    make_tx: Callable[[ShardedModel], optax.GradientTransformation],
-    reference: Reference,
-    one: Values,
-    moved: Values,
-) -> Proved:
-    begin = time.perf_counter()
-    try:
-        model = shard(case, widen)
-        tx = capture(make_tx(model))
-        options = {"program": case.program, "accumulate": case.accumulate, "max_grad_norm": reference.max_grad_norm}
-        options["compiler_options"] = FAST_TO_COMPILE
-        run = run_case(
-            model, lambda check: model.train_step(reference.loss_fn, tx, check_loss=check, **options), tx, reference
-        )
-    except ValueError as error:
-        return Proved(case, REFUSED, (), Cause("refused-loss", str(error)), 0.0, time.perf_counter() - begin)
-    found = differences(run.values, one, moved, reference.eps)
-    cause = explain(reference, one, run, case.accumulate, found) if found or run.copies else None
-    given, wanted = run.values.of("gradient"), one.of("gradient")
-    gaps = [np.linalg.norm(given[n] - x) / (np.linalg.norm(x) or 1.0) for n, x in wanted.items() if n in given]
-    seconds = time.perf_counter() - begin
-    return Proved(case, DIFFERS if cause else EQUAL, tuple(found), cause, float(max(gaps, default=0.0)), seconds)

@@ -1,0 +1,290 @@
+"""Prove and measure jfsdp on this machine's devices, in about eight minutes: `make gpu`.
+
+Computes small steps on the real devices and compares them with one device, measures a larger step beside its plan, and
+times it beside PyTorch FSDP2 if torch is installed. Writes `gpu-proof.json` and the page `gpu-proof.md`, to attach to
+an issue. Needs no network. Without a GPU it runs on the CPU, and what a GPU alone can show is marked "not shown".
+
+Exit status: 0 if nothing failed; 1 if a check failed; 2 for bad arguments.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jfsdp.extras import MissingExtra, installed_version, need
+
+try:
+    need("cli")
+except MissingExtra as error:
+    sys.exit(f"gpu_proof.py: error: {error}")
+
+import jax
+import numpy as np
+
+from jfsdp import checkpoint
+from jfsdp.launch.runtime import plain_warnings, start_jax
+from jfsdp.layout.mesh import make_mesh, num_data_shards
+from jfsdp.plan.cluster.gpus import gpu_of_device
+from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.jobs import find_planned_job, plan_job
+from jfsdp.plan.time.profile import read_profile
+from jfsdp.proof.jobs import cut_to_size, prove_job, random_batch
+from jfsdp.trainer.help_groups import option, read_command
+from jfsdp.trainer.options import Count, Location, Real, StepOptions, describe_error
+from jfsdp.trainer.step import make_step
+
+SMALL = "llama-tiny"
+SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+NEEDED_GIB = {"llama-8b": 300, "llama-3b": 120, "llama-1b": 45}  # of all devices together, for a step with AdamW
+
+
+class NotShown(Exception):
+    """A check that this machine cannot do."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ProofOptions(StepOptions):
+    """Options of the measured step, and of the report."""
+
+    minutes: Real = option(8.0, "report", least=0.1)
+    """Checks begin until this time is over."""
+    directory: Location = option(".", "report")
+    """Directory of gpu-proof.json and gpu-proof.md."""
+    steps: Count = option(10, "report", least=3)
+    """Timed steps."""
+
+
+@dataclasses.dataclass
+class Result:
+    """One check: its status ("passed", "failed" or "not shown"), what was found, in one line and as data."""
+
+    name: str
+    status: str
+    text: str
+    data: dict[str, Any]
+    seconds: float
+
+
+class Proof:
+    """The checks on one machine; each returns a line and data, and raises if something is wrong."""
+
+    def __init__(self, options: ProofOptions):
+        self.options, self.devices = options, jax.devices()
+        self.is_gpu = self.devices[0].platform == "gpu"
+        self.gpu = gpu_of_device(self.devices[0].device_kind) if self.is_gpu else None
+
+    def prove(self) -> tuple[str, dict[str, Any]]:
+        """Every gradient on these devices equals one device, in both programs."""
+        job, _ = cut_to_size(find_planned_job(self._small()))
+        columns = {"strategy": ("full_shard", "zero1"), "program": None, "accumulate": (1,), "remat": ("none",)}
+        batch = random_batch(job, 2 * len(self.devices), 32)
+        proof = prove_job(self._small(param_dtype=None), job, columns, batch=batch)
+        if not proof.is_ok:
+            raise AssertionError(str(proof))
+        return f"{len(proof.cases)} cases equal one device", proof.to_dict()
+
+    def attention(self) -> tuple[str, dict[str, Any]]:
+        """cuDNN's attention over packed documents gives the losses of plain attention."""
+        if not self.is_gpu:
+            raise NotShown("cuDNN needs a GPU")
+        sizes = (("dim", 256), ("num_heads", 4), ("num_kv_heads", 2))
+        plain, fused = (
+            self._small(param_dtype="bfloat16", seq_len=256, model_config=(*sizes, ("attention", kind)))
+            for kind in ("xla", "cudnn")
+        )
+        return self._compare(plain, fused, 1e-2)
+
+    def offload(self) -> tuple[str, dict[str, Any]]:
+        """Optimizer states in host memory give the same losses."""
+        if not self.is_gpu:
+            raise NotShown("the CPU has no other memory")
+        return self._compare(self._small(), self._small(offload=("opt_state",)), 1e-5)
+
+    def lora(self) -> tuple[str, dict[str, Any]]:
+        """Adapters on all devices give the losses of one device."""
+        adapted = self._small(lora=((("rank", 4), ("targets", ("**.q_proj.kernel", "**.v_proj.kernel"))),))
+        return self._compare(adapted, adapted, 1e-4, devices=1)
+
+    def float8(self) -> tuple[str, dict[str, Any]]:
+        """Products in float8 give the losses of bfloat16, within their rounding."""
+        half = self._small(param_dtype="bfloat16")
+        return self._compare(half, dataclasses.replace(half, matmul="float8"), 5e-2)
+
+    def checkpoint(self) -> tuple[str, dict[str, Any]]:
+        """A checkpoint restores every bit."""
+        model, tx, step, batch = self._make(self._small())
+        state, _ = step(model.init(tx), batch)
+        with tempfile.TemporaryDirectory() as directory:
+            begin = time.perf_counter()
+            checkpoint.save(Path(directory) / "1", state)
+            saved_s = time.perf_counter() - begin
+            again = checkpoint.restore(Path(directory) / "1", model.abstract_state(tx))
+        pairs = zip(jax.tree.leaves(state.params), jax.tree.leaves(again.params), strict=True)
+        if not all(np.array_equal(one, other) for one, other in pairs):
+            raise AssertionError("a restored parameter has other bits")
+        size = sum(x.nbytes for x in jax.tree.leaves((state.params, state.opt_state)))
+        return f"{size / 1e6:.0f} MB in {saved_s:.2f} s, all bits equal", {"bytes": size, "save_s": saved_s}
+
+    def measure(self) -> tuple[str, dict[str, Any]]:
+        """Memory and time of a step, and hidden communication, beside the plan."""
+        options = self._measured()
+        model, tx, step, batch = self._make(options)
+        batch, state, seconds = step.shard_batch(batch), model.init(tx), []
+        with tempfile.TemporaryDirectory() as directory:
+            for number in range(self.options.steps + 3):
+                if number == self.options.steps:
+                    jax.profiler.start_trace(directory)
+                begin = time.perf_counter()
+                state, metrics = step(state, batch)
+                jax.block_until_ready(metrics)
+                seconds.append(time.perf_counter() - begin)
+            jax.profiler.stop_trace()
+            profile = read_profile(Path(directory))[0]
+        stats = self.devices[0].memory_stats() or {}
+        found: dict[str, Any] = {"model": options.model, "first_step_s": seconds[0], "profile": profile.seconds}
+        found |= {"step_s": float(np.median(seconds[1 : self.options.steps])), "hidden_s": profile.hidden_s}
+        found["peak_bytes"] = stats.get("peak_bytes_in_use")
+        text = f"{options.model} on {len(self.devices)} devices: {found['step_s']:.3f} s a step"
+        if self.gpu is None:
+            return f"{text}; no plan for {self.devices[0].device_kind}", found
+        plan = plan_job(options, Cluster(self.gpu, 1, len(self.devices)))
+        found["planned"] = {"step_s": plan.step_s, "bytes": plan.memory.peak_bytes, "parts_s": plan.timeline.critical}
+        found["planned"]["miscompiles"] = [one.message for one in plan.miscompiles]
+        text += f", planned {plan.step_s:.3f}; {(found['peak_bytes'] or 0) / 2**30:.2f} GiB at the peak, planned "
+        return f"{text}{plan.memory.peak_bytes / 2**30:.2f}", found
+
+    def race(self) -> tuple[str, dict[str, Any]]:
+        """The time of a step beside PyTorch FSDP2."""
+        if installed_version("torch") is None or installed_version("transformers") is None:
+            raise NotShown("torch and transformers are not installed")
+        if not self.is_gpu:
+            raise NotShown("a race on the CPU says nothing about GPUs")
+        options = self._measured()
+        words = [sys.executable, str(Path(__file__).with_name("bench.py")), "--settings", "manual", "torch-fsdp2"]
+        words += ["--model", str(options.model), "--seq-len", str(options.seq_len), "--rounds", "2", "--steps", "5"]
+        done = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=240, check=False)
+        if done.returncode:
+            raise AssertionError(done.stderr.strip().splitlines()[-1])
+        found = json.loads(done.stdout)
+        return "see the table of scripts/bench.py in the JSON", found
+
+    def _small(self, **changes: Any) -> StepOptions:
+        return StepOptions(**{"model": SMALL, "param_dtype": "float32", "seq_len": 64, "remat": "none", **changes})
+
+    def _measured(self) -> StepOptions:
+        """Return the options of the command, with the largest model that fits and rows that such GPUs train on."""
+        options = StepOptions(**{x.name: getattr(self.options, x.name) for x in dataclasses.fields(StepOptions)})
+        if options.model or options.factory:
+            return options
+        limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in self.devices]
+        fits = [name for name, size in NEEDED_GIB.items() if sum(limits) / 2**30 >= size]
+        return dataclasses.replace(options, model=(fits or [SMALL])[0], seq_len=4096 if fits else 128)
+
+    def _make(self, options: StepOptions, num_devices: int = 0) -> tuple[Any, Any, Any, Any]:
+        job, devices = find_planned_job(options), self.devices[: num_devices or None]
+        mesh = make_mesh(devices=devices, **{"fsdp": 1, **dict(options.mesh)})  # type: ignore[arg-type]
+        model, tx, step = make_step(options, job, mesh, lambda count: 1e-3, check_loss=False)
+        rows = options.batch_per_device * (len(self.devices) if num_devices else num_data_shards(dict(mesh.shape)))
+        return model, tx, step, random_batch(job, rows, options.seq_len or job.seq_len)
+
+    def _compare(self, one: StepOptions, other: StepOptions, limit: float, devices: int = 0) -> tuple[str, Any]:
+        """Compare the losses of three steps, the first options on all devices or on fewer."""
+        losses = []
+        for options, num_devices in ((one, devices), (other, 0)):
+            model, tx, step, batch = self._make(options, num_devices)
+            state, found = model.init(tx), []
+            for _ in range(3):
+                state, metrics = step(state, batch)
+                found.append(float(metrics["loss"]))
+            losses.append(np.array(found))
+        error = float(np.max(np.abs(losses[1] / losses[0] - 1)))
+        if not error <= limit:
+            raise AssertionError(f"losses {losses[1].tolist()} differ from {losses[0].tolist()} by {error:.1e}")
+        return f"losses within {error:.1e}, {limit:g} allowed", {"error": error, "losses": [x.tolist() for x in losses]}
+
+
+CHECKS = ("prove", "attention", "offload", "lora", "float8", "checkpoint", "measure", "race")
+
+
+def run_checks(proof: Any, minutes: float, report: Callable[[Result], None]) -> list[Result]:
+    """Run the checks until the time is over, and return their results."""
+    results, start = list[Result](), time.perf_counter()
+    for name in CHECKS:
+        begin, text, data = time.perf_counter(), "", dict[str, Any]()
+        try:
+            if begin - start > 60 * minutes:
+                raise NotShown(f"{minutes:g} minutes are over (--minutes)")
+            text, data = getattr(proof, name)()
+            status = "passed"
+        except NotShown as error:
+            status, text = "not shown", str(error)
+        except Exception as error:  # the other checks run anyway
+            status, text = "failed", f"{type(error).__name__}: {error}"
+        results.append(Result(name, status, text, data, time.perf_counter() - begin))
+        report(results[-1])
+    return results
+
+
+def write_report(directory: Path, results: Sequence[Result]) -> None:
+    """Write gpu-proof.json and gpu-proof.md."""
+    versions = {name: installed_version(name) for name in SHOWN if installed_version(name)}
+    devices = jax.devices()
+    about = {"devices": f"{len(devices)} x {devices[0].device_kind}", "python": sys.version.split()[0], **versions}
+    about["driver"] = _driver()
+    about["jfsdp"] = metadata.version("jfsdp")
+    plain = {"about": about, "checks": [dataclasses.asdict(one) for one in results]}
+    (directory / "gpu-proof.json").write_text(json.dumps(plain, indent=1, default=str) + "\n")
+    rows = [f"| {one.name} | {one.status} | {_cell(one.text)} | {one.seconds:.0f} s |" for one in results]
+    facts = [f"- {name}: {value}" for name, value in about.items() if value]
+    table = ["| check | status | found | time |", "|---|---|---|---|", *rows]
+    title = "# jfsdp on this machine's devices"
+    (directory / "gpu-proof.md").write_text("\n".join([title, "", *facts, "", *table]) + "\n")
+
+
+def _show(one: Result) -> None:
+    print(f"{one.name:11} {one.status:9} {one.seconds:5.0f} s  {_cell(one.text)}", flush=True)
+
+
+def _cell(text: str) -> str:
+    return text.splitlines()[0].replace("|", "/") if text else ""
+
+
+def _driver() -> str | None:
+    if shutil.which("nvidia-smi") is None:
+        return None
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition("\n")[0] or None
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the checks, print a line for each, and write the report. Return the exit status."""
+    try:
+        options = read_command(ProofOptions, argv, prog="gpu_proof.py", description=__doc__)
+        directory = Path(options.directory or ".").expanduser()
+        if not os.access(directory, os.W_OK):
+            raise ValueError(f"--directory {directory}: is no directory that can be written; make it")
+        with plain_warnings():
+            start_jax()
+            proof = Proof(options)
+            results = run_checks(proof, options.minutes, _show)
+    except (MissingExtra, ValueError) as error:
+        print(f"gpu_proof.py: error: {describe_error(error, ProofOptions)}", file=sys.stderr)
+        return 2
+    write_report(directory, results)
+    print(f"written: {directory / 'gpu-proof.md'} and gpu-proof.json")
+    return int(any(one.status == "failed" for one in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
