@@ -87,4 +87,4 @@ def test_plan_reports_failures_of_a_training(capsys):
 
 def test_plan_refuses_failures_without_tokens_and_the_old_name(capsys):
     assert "--tokens" in refused(capsys, "plan", "--model", "llama-tiny", "--mtbf-hours", "1")
-    assert "--checkpoint-gbs" in refused(capsys, "plan", "--model", "llama-tiny", "--checkpoint-bandwidth", "1")
+    assert "use --checkpoint-gbs" in refused(capsys, "plan", "--model", "llama-tiny", "--checkpoint-bandwidth", "1")
