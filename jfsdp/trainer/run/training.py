@@ -359,6 +359,7 @@ class Run:
             **{name: evaluated.get(name) for name in ("eval_loss", "eval_correct")},
             "eval_step": evaluated.get("step"),
             "first_step_s": loop.first_step_s,
+            **({} if loop.program is None else dataclasses.asdict(loop.program)),
             "restarts": int(os.environ.get(RESTART, 0)),
             "goodput": loop.goodput.fraction,
             "seconds": loop.goodput.seconds,
