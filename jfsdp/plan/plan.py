@@ -199,8 +199,8 @@ class Plan:
 
         Args:
           mtbf_s: mean seconds between failures of one node.
-          restart_s: seconds from a failure to the start of the processes. Compiling, and reading the checkpoint as fast
-            as it is written, follow.
+          restart_s: seconds from a failure to the start of the processes. Compiling, and reading the checkpoint at the
+            rate of writing, follow.
         """
         restart_s += self.compiled.compile_s + training.checkpoint_s
         mtbf_s /= self.cluster.nodes

@@ -53,7 +53,7 @@ def kept_program(directory: Path | None) -> Iterator[StepProgram]:
     Every process of the run must call this. Does nothing where JAX's cache is disabled, as for several CPU devices.
 
     Args:
-      directory: None: JAX's cache as it is.
+      directory: None: JAX uses its own cache.
     """
     program = StepProgram()
     jax.monitoring.register_event_duration_secs_listener(program.listen)
