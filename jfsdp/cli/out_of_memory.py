@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from jfsdp.launch.hosts import hosts
+from jfsdp.launch.hosts import run_devices
 from jfsdp.launch.watch import say
 from jfsdp.layout.report import show_bytes
-from jfsdp.plan.cluster.gpus import GPUS
+from jfsdp.plan.cluster.gpus import gpu_of_device
 from jfsdp.plan.search.space import recipe_of
 from jfsdp.trainer.job import Job, load_job
 from jfsdp.trainer.options import StepOptions
@@ -43,28 +43,27 @@ class OutOfMemory(RuntimeError):
 
         `jfsdp plan` runs in another process, which sees no GPU, so nothing is allocated on a device.
         """
-        device, sizes = jax.local_devices()[0], re.findall(r"(\d+) bytes|([\d.]+ ?[KMGT]i?B)", str(self))
+        (kind, nodes, per_node), sizes = run_devices(), re.findall(r"(\d+) bytes|([\d.]+ ?[KMGT]i?B)", str(self))
         named = [show_bytes(int(number)) if number else text for number, text in sizes]
-        stats = device.memory_stats() or {}
+        stats = jax.local_devices()[0].memory_stats() or {}
         used = {"in use": "bytes_in_use", "at the peak": "peak_bytes_in_use", "JAX's limit": "bytes_limit"}
         named += [f"{what} {show_bytes(stats[key])}" for what, key in used.items() if key in stats]
-        gpu = next((gpu for gpu in GPUS if gpu.full_name.startswith(device.device_kind)), None)
+        gpu = gpu_of_device(kind)
         note = "" if gpu else "; `jfsdp plan --gpu FILE.toml` plans for a GPU that it does not know"
-        say(f"{device.device_kind} is out of memory: {', '.join(named) or 'XLA names no sizes'}{note}")
+        say(f"{kind} is out of memory: {', '.join(named) or 'XLA names no sizes'}{note}")
         if gpu is None:
             return
-        nodes = len(set(hosts(jax.devices())))
-        where = {"--gpu": gpu.name, "--nodes": nodes, "--gpus-per-node": jax.device_count() // nodes}
+        where = {"--gpu": gpu.name, "--nodes": nodes, "--gpus-per-node": per_node}
         if limit := stats.get("bytes_limit"):
             where["--reserve"] = max(0, gpu.memory_bytes - limit) / 2**30
-        for kind, limit_s in (_LIMITS_S if jax.process_count() == 1 else _LIMITS_OF_SEVERAL_S).items():
-            printed, problem = _plan(self.options, where, limit_s, ["--analytic"] * (kind == "bound"))
+        for what, limit_s in (_LIMITS_S if jax.process_count() == 1 else _LIMITS_OF_SEVERAL_S).items():
+            printed, problem = _plan(self.options, where, limit_s, ["--analytic"] * (what == "bound"))
             if printed:
-                say(f"the {kind} of the step's memory, by `jfsdp plan`:\n\n{printed}")
+                say(f"the {what} of the step's memory, by `jfsdp plan`:\n\n{printed}")
                 fits = printed.startswith("FITS")
                 say("note: by this plan the step fits, so see docs/troubleshooting.md for other causes" * fits)
                 return
-            say(f"note: no {kind} of the step's memory: {problem}")
+            say(f"note: no {what} of the step's memory: {problem}")
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -13,16 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.cli.console import Reporting
-from jfsdp.cli.report import (
-    GB,
-    GIB,
-    describe_failures,
-    describe_training,
-    print_estimate,
-    print_inference,
-    print_plan,
-    print_search,
-)
+from jfsdp.cli.report import GB, GIB, describe_training, print_estimate, print_inference, print_plan, print_search
 from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import topology_devices
@@ -167,13 +158,12 @@ class PlanJob(Reporting, StepOptions):
         training = plan.train(self.tokens, self.checkpoint_every, rate) if self.tokens else None
         found = plan.to_dict() | _plain(advice) | {"job": self._job()}
         found |= {"training": dataclasses.asdict(training)} if training else {}
-        outlook = {} if training is None else describe_training(plan, training)
-        if training and self.mtbf_hours:
-            failures = plan.failures(training, self.mtbf_hours * 3600, self.restart_s)
-            given, best = self.checkpoint_every or training.steps, failures.best_every
-            goodput = {name: failures.goodput(every) for name, every in (("goodput", given), ("best_goodput", best))}
-            found["failures"] = {**dataclasses.asdict(failures), "best_every": best, **goodput}
-            outlook |= describe_failures(failures, training, given)
+        failures, outlook = None, {}
+        if training:
+            if self.mtbf_hours:
+                failures = plan.failures(training, self.mtbf_hours * 3600, self.restart_s)
+                found["failures"] = failures.to_dict(self.checkpoint_every or training.steps)
+            outlook = describe_training(plan, training, found.get("failures"))
         show = functools.partial(print_plan, plan, self, advice, outlook, verbose=self.verbose)
         status = self._print(found, show, fits=plan.fits)
         if note:

@@ -21,7 +21,6 @@ from jfsdp.trainer.parse import write
 
 if TYPE_CHECKING:
     from jfsdp.plan.advice import Advice
-    from jfsdp.plan.failures import Failures
     from jfsdp.plan.plan import Plan, Training
     from jfsdp.plan.search.search import Candidate, Search
 
@@ -126,31 +125,25 @@ def _facts(plan: Plan, job: StepOptions, verbose: bool) -> dict[str, str]:
     return rows
 
 
-def describe_training(plan: Plan, training: Training) -> dict[str, str]:
-    """Return the facts of a training, by title."""
+def describe_training(plan: Plan, training: Training, failures: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the facts of a training, by title; with the result of `Failures.to_dict`, also those of failures."""
     rate, size = f"{training.storage_bandwidth / GB:g} GB/s per node", show_bytes(training.checkpoint_bytes)
     written = f"copied in {_show(training.copy_s, _SECONDS, 1)}, written in {training.checkpoint_s:.0f} s at {rate}"
-    return {
+    rows = {
         "training": f"{training.steps:,} steps: {_time_of(training.days)}, {training.gpu_hours:,.0f} GPU-hours",
         "compiling": f"{plan.compiled.compile_s:.0f} s on this machine, without tuning of kernels on GPUs",
         "checkpoints": f"{training.num_checkpoints:,} of {size}, each {written}",
     }
-
-
-def describe_failures(failures: Failures, training: Training, given: int) -> dict[str, str]:
-    """Return the facts of a training with failures, by title.
-
-    Args:
-      given: steps between checkpoints.
-    """
-    best, restart = failures.best_every, _show(failures.restart_s, _SECONDS, 1)
-    at_best, at_given = failures.goodput(best), failures.goodput(given)
-    found = f"{at_best:.2%} with --checkpoint-every {best} ({_show(best * failures.step_s, _SECONDS, 1)}), the best"
-    days = _time_of(training.days / at_given) if at_given > 1e-6 else "never done"
-    return {
-        "failures": f"every {_show(failures.mtbf_s, _SECONDS, 1)} on average, each with a restart of {restart}",
-        "goodput": f"{found}; {at_given:.2%} with {given}, so {days}",
-    }
+    if failures:
+        best, given = failures["best_every"], failures["goodput"]
+        often, restart = (_show(failures[name], _SECONDS, 1) for name in ("mtbf_s", "restart_s"))
+        found = f"--checkpoint-every {best} ({_show(best * failures['step_s'], _SECONDS, 1)}), the best"
+        days = _time_of(training.days / given) if given > 1e-6 else "never done"
+        rows["failures"] = f"every {often} on average, each with a restart of {restart}"
+        rows["goodput"] = (
+            f"{failures['best_goodput']:.2%} with {found}; {given:.2%} with {failures['every']}, so {days}"
+        )
+    return rows
 
 
 def _time_of(days: float) -> str:
@@ -262,7 +255,7 @@ def _time(plan: Plan) -> Any:
     table = _table("time of a step", unit, "share")
     for name, seconds in clock.critical.items():
         if seconds >= min(5e-5, clock.step_s / 1000) or name == "exposed_s":
-            table.add_row(_CLOCK[name], f"{seconds / scale:.1f}", f"{seconds / clock.step_s:.1%}")
+            table.add_row(CLOCK[name], f"{seconds / scale:.1f}", f"{seconds / clock.step_s:.1%}")
     table.add_row("total", f"{clock.step_s / scale:.1f}", "100.0%")
     for link, seconds in plan.link_s.items():
         if seconds:
@@ -274,7 +267,7 @@ def _time(plan: Plan) -> Any:
     return table
 
 
-_CLOCK = {
+CLOCK = {
     "matmul_s": "matrix products",
     "attention_s": "fused attention",
     "memory_s": "memory-bound kernels",

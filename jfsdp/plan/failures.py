@@ -40,6 +40,11 @@ class Failures:
         first = (self.restart_s + kept_s + self.copy_s + self.write_s) / self.mtbf_s  # until the first is written
         return kept_s / self.mtbf_s * math.exp(-first) / -math.expm1(-period)
 
+    def to_dict(self, every: int) -> dict[str, float]:
+        """Return the failures as plain data, with the goodput of the best interval and of a given one."""
+        best = {"best_every": self.best_every, "best_goodput": self.goodput(self.best_every)}
+        return {**dataclasses.asdict(self), **best, "every": every, "goodput": self.goodput(every)}
+
     @property
     def best_every(self) -> int:
         """Steps between checkpoints with the highest goodput; no shorter than a write.

@@ -21,7 +21,8 @@ SMALLER = (("num_layers", 1), ("dim", 64))
 
 
 def pretend(monkeypatch, kind, **stats):
-    device = types.SimpleNamespace(device_kind=kind, memory_stats=lambda: stats)
+    device = types.SimpleNamespace(memory_stats=lambda: stats)
+    monkeypatch.setattr(out_of_memory, "run_devices", lambda: (kind, 1, 8))
     monkeypatch.setattr(jax, "local_devices", lambda: [device])
 
 

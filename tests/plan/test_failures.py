@@ -1,15 +1,16 @@
 """Goodput of runs that fail: the formula against simulated runs, the best interval, and what `jfsdp plan` prints."""
 
-import dataclasses
 import itertools
 import json
 import math
 import random
+import types
+from typing import Any
 
 import pytest
 
 from jfsdp.cli import main
-from jfsdp.cli.report import describe_failures
+from jfsdp.cli.report import describe_training
 from jfsdp.plan.failures import Failures
 from jfsdp.plan.plan import Training
 from tests.cli.refused import refused
@@ -79,8 +80,8 @@ def test_plan_reports_failures_of_a_training(capsys):
     assert training["checkpoint_s"] == pytest.approx(training["checkpoint_bytes"] / 2e9)
     assert failures["restart_s"] == pytest.approx(60 + found["compile_s"] + training["checkpoint_s"])
     assert 0 < failures["goodput"] < failures["best_goodput"] < 1
-    values = {field.name: failures[field.name] for field in dataclasses.fields(Failures)}
-    told = describe_failures(Failures(**values), Training(**training), 10**6)
+    plan: Any = types.SimpleNamespace(compiled=types.SimpleNamespace(compile_s=3.0))
+    told = describe_training(plan, Training(**training), failures)
     check_facts(told["goodput"], f"--checkpoint-every {failures['best_every']}", f"{failures['best_goodput']:.2%}")
     check_facts(told["failures"], "30.0 min")
 

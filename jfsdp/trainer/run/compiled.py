@@ -1,10 +1,10 @@
 """The compiled step of a run, kept in its directory for the next start.
 
-[Note: kept programs] JAX's persistent cache is used in `compiled/` for the step's program only. JAX's key is a hash of
-the program, versions, flags, options and devices, so a start with another program or another JAX compiles. JAX does not
-check the contents of an entry, and a write that was interrupted leaves a part of one. So `digests.json` has a digest of
-each entry, and entries without theirs are removed before JAX reads any. Processes of a run compile together (XLA tunes
-the kernels of GPUs that way), so they compile if their entries differ, as without a shared file system.
+[Note: kept programs] JAX's persistent cache is used for the step's program only. JAX's key is a hash of the program,
+versions, flags, options and devices, so a start with another program or another JAX compiles. JAX does not check the
+contents of an entry, writes it in place, and never replaces it. So JAX gets a temporary directory, with copies of
+those entries in `compiled/` whose contents have the digest in their name. Processes of a run compile together (XLA
+tunes the kernels of GPUs that way), so all compile if their entries differ, as without a shared file system.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
+import os
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import jax
 
 from jfsdp.compat import reset_compilation_cache
-from jfsdp.launch.hosts import gather_json, wait_for_all
+from jfsdp.launch.hosts import gather_json
 from jfsdp.launch.runtime import processor
-from jfsdp.trainer.run.directory import write_json
 
 KEEP = 3  # entries
-_ENTRIES = "*-cache"  # files of JAX's cache
 _COMPILED, _LOADED = "backend_compile_duration", "cache_retrieval_time_sec"  # ends of the names of JAX's events
 
 
@@ -62,19 +62,21 @@ def kept_program(directory: Path | None) -> Iterator[StepProgram]:
             yield program
             return
         directory /= processor() if jax.default_backend() == "cpu" else jax.default_backend()
-        with _cache_in(directory if _is_usable(directory) else None):
-            yield program
-        if jax.process_index() == 0:
-            with contextlib.suppress(OSError):  # the next start compiles
-                _keep_newest(directory)
+        with tempfile.TemporaryDirectory(prefix="jfsdp-compiled-") as cache:
+            intact = _copy_intact(directory, Path(cache))
+            with _cache_in(cache if all(names == intact for names in gather_json(intact)) else None):
+                yield program
+            if jax.process_index() == 0:
+                with contextlib.suppress(OSError):  # the next start compiles
+                    _keep_newest([file for file in Path(cache).iterdir() if file.name not in intact], directory)
     finally:
         jax.monitoring.unregister_event_duration_listener(program.listen)
 
 
 @contextlib.contextmanager
-def _cache_in(directory: Path | None) -> Iterator[None]:
+def _cache_in(directory: str | None) -> Iterator[None]:
     # XLA's tables of tuned kernels have no digest, and the program contains its kernels.
-    changed = {"jax_compilation_cache_dir": directory and str(directory), "jax_persistent_cache_enable_xla_caches": ""}
+    changed = {"jax_compilation_cache_dir": directory, "jax_persistent_cache_enable_xla_caches": ""}
     before = {name: getattr(jax.config, name) for name in changed}
 
     def use(values: dict[str, str | None]) -> None:
@@ -89,41 +91,30 @@ def _cache_in(directory: Path | None) -> Iterator[None]:
         use(before)
 
 
-def _is_usable(directory: Path) -> bool:
-    """Remove entries that cannot be trusted; return whether all processes have the same ones."""
-    if jax.process_index() == 0:
-        known = _read_digests(directory)
-        for file in directory.glob(_ENTRIES):
-            if known.get(file.name) != _digest(file):
-                file.unlink()
-        _write_digests(directory, known)
-    wait_for_all("entries of compiled/ checked")
-    found = gather_json({file.name: _digest(file) for file in directory.glob(_ENTRIES)})
-    return all(entries == found[0] for entries in found)
+def _entries(directory: Path) -> list[Path]:
+    """Return the entries, oldest first: TIME-DIGEST-NAME, where NAME is that of JAX's file."""
+    return sorted(directory.glob("*-*-*-cache"))
 
 
-def _keep_newest(directory: Path) -> None:
-    """Remove all but the newest entries, and write the digests of new ones."""
-    known = _read_digests(directory)
-    known |= {file.name: _digest(file) for file in directory.glob(_ENTRIES) if file.name not in known}
-    for name in list(known)[:-KEEP]:
-        (directory / name).unlink(missing_ok=True)
-    _write_digests(directory, known)
+def _copy_intact(directory: Path, cache: Path) -> list[str]:
+    """Copy the entries that have their digest; return the names of JAX's files."""
+    for file in _entries(directory):
+        _, digest, name = file.name.split("-", 2)
+        if digest == _digest(data := file.read_bytes()):
+            (cache / name).write_bytes(data)
+    return sorted(file.name for file in cache.iterdir())
 
 
-def _write_digests(directory: Path, digests: dict[str, str]) -> None:
-    """Write the digests of those entries that exist."""
-    if directory.exists():
-        write_json(directory / "digests.json", [pair for pair in digests.items() if (directory / pair[0]).exists()])
+def _keep_newest(files: list[Path], directory: Path) -> None:
+    """Add JAX's files to the entries, and remove all but the newest entries."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        data, partial = file.read_bytes(), directory / ".partial"
+        partial.write_bytes(data)
+        os.replace(partial, directory / f"{time.time_ns()}-{_digest(data)}-{file.name}")
+    for file in _entries(directory)[:-KEEP]:
+        file.unlink()
 
 
-def _read_digests(directory: Path) -> dict[str, str]:
-    """Return the digests of entries by file name, oldest first; {} without a valid file."""
-    try:
-        return dict(json.loads((directory / "digests.json").read_text()))
-    except (OSError, ValueError, TypeError):
-        return {}
-
-
-def _digest(file: Path) -> str:
-    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -95,7 +95,7 @@ class Loop:
             stack.push(closing(self._stop_trace))
             while not is_last:
                 step += 1
-                self._start_trace(step, first)
+                self._start_trace(step, first, metrics)
                 begin = time.perf_counter()
                 with self.watch.at(f"the data of step {step}"):
                     batch = self._next_batch(state, metrics)
@@ -106,7 +106,8 @@ class Loop:
                 name, patience = (f"compiling, and step {step}", PATIENT) if is_first else (f"step {step}", 1)
                 with self.watch.at(name, patience):
                     self.goodput.to("compile" if is_first else "train")
-                    state, metrics = self._take_step(state, batch, is_first)
+                    with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                        state, metrics = self._take_step(state, batch, is_first)
                     self.goodput.to("train")
                     host_s = time.perf_counter() - begin
                     in_flight.append(metrics["loss"])
@@ -247,8 +248,9 @@ class Loop:
             remaining = f"{time_left((steps - step) * step_s)} left"
             self.display.show(f"step {step}/{steps}  {step / steps:.0%}  loss {float(loss):.4f}  {rate}  {remaining}")
 
-    def _start_trace(self, step: int, first: int) -> None:
+    def _start_trace(self, step: int, first: int, before: Metrics) -> None:
         if self.config.profile and step == max(self.config.profile[0], first + 1) <= self.config.profile[1]:
+            jax.block_until_ready(before)  # so that the trace has whole steps
             jax.profiler.start_trace(str(self.run_dir / "profile"))
             self._is_tracing = True
 

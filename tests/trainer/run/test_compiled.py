@@ -58,15 +58,11 @@ def flip(file):
     file.write_bytes(data)
 
 
-def forget(file):
-    file.with_name("digests.json").unlink()
+def rename(file):
+    file.rename(file.with_name(file.name.split("-", 2)[2]))  # as JAX names it, without a digest
 
 
-def confuse(file):
-    file.with_name("digests.json").write_text("[1")
-
-
-@pytest.mark.parametrize("damage", [cut, flip, forget, confuse])
+@pytest.mark.parametrize("damage", [cut, flip, rename])
 def test_an_entry_without_its_digest_is_compiled_again_and_replaced(tmp_path, damage):
     assert start(tmp_path) == "compiled"
     (file,) = entries(tmp_path)
@@ -88,8 +84,6 @@ def test_only_the_newest_entries_are_kept(tmp_path):
         assert start(tmp_path, factor) == "compiled"
     assert len(entries(tmp_path)) == KEEP
     assert [start(tmp_path, factor) for factor in (KEEP + 2, 3)] == ["loaded", "loaded"]
-    (listed,) = tmp_path.rglob("digests.json")
-    assert sorted(name for name, _ in json.loads(listed.read_text())) == [file.name for file in entries(tmp_path)]
 
 
 def test_processes_that_see_different_entries_compile(tmp_path, monkeypatch):
