@@ -49,7 +49,8 @@ def write_trace(directory, num_steps=3, *, host="node-0", annotated=True, scale=
         for line, kernel, operation, begin, length in STEP:
             stats = {"hlo_op": operation, "hlo_module": "jit__step"}
             lines.setdefault(line, []).append(event(kernel, scale * (100 * step + begin), scale * length, **stats))
-    end = event("wrapped_convert", scale * 100 * num_steps, 0, hlo_op="x", hlo_module="other")
+    once = "jit__step" if annotated else "other"  # annotations count, not repetitions
+    end = event("once", scale * 100 * num_steps, 0, hlo_op="x", hlo_module=once)
     lines["Stream #1(Compute)"].append(end)
     steps = [event("train", 100 * step, 1, step_num=step) for step in range(num_steps)]
 

@@ -11,11 +11,12 @@ from pathlib import Path
 from jfsdp.compat import read_trace
 
 Interval = tuple[str, int, int]  # part of a step, begin and end in ns
+Runs = collections.Counter[tuple[str, str]]  # number of runs by module and operation
 
 # At each time the first of these that runs counts. Names of kernels and of HLO operations.
 _PARTS = {
     "attention_s": re.compile(r"fmha|sdpa|flash|attention", re.I),
-    "matmul_s": re.compile(r"gemm|nvjet|xmma|cutlass|cublas|matmul|dot|conv(?!ert)", re.I),
+    "matmul_s": re.compile(r"gemm|nvjet|xmma|cutlass|cublas|matmul|dot|ynn_|conv(?!ert)", re.I),
     "memory_s": None,  # all others
     "exposed_s": re.compile(r"nccl|all[-_](gather|reduce|to[-_]all)|reduce[-_]scatter|collective[-_]", re.I),
     "host_exposed_s": re.compile(r"memcpy ?(h2d|d2h)", re.I),
@@ -49,7 +50,7 @@ def read_profile(directory: Path) -> list[Profile]:
     """
     files = sorted(directory.rglob("*.xplane.pb"))
     devices: dict[str, list[Interval]] = collections.defaultdict(list)
-    runs: dict[str, collections.Counter[tuple[str, str]]] = collections.defaultdict(collections.Counter)
+    runs: dict[str, Runs] = collections.defaultdict(collections.Counter)
     steps = set()
     for file in (one for one in files if one.parent == files[-1].parent):
         for plane, line, name, begin, end, stats in read_trace(file):
@@ -72,9 +73,7 @@ def _part_of(name: str) -> str:
     return next((part for part in order if (pattern := _PARTS[part]) and pattern.search(name)), "memory_s")
 
 
-def _profile(
-    device: str, events: list[Interval], steps: set[int], runs: collections.Counter[tuple[str, str]]
-) -> Profile:
+def _profile(device: str, events: list[Interval], steps: set[int], runs: Runs) -> Profile:
     module = collections.Counter(module for module, _ in runs.elements()).most_common(1)[0][0]
     num = len(steps) or min(count for (of, _), count in runs.items() if of == module)
     seconds: dict[str, float] = dict.fromkeys((*_PARTS, "idle_s", "hidden_s"), 0.0)
