@@ -66,7 +66,7 @@ def _print(found: dict[str, Any]) -> None:
     rows += [("total", *totals), ("hidden communication", hidden_s, found["planned_hidden_s"])]
     numbers = ("measured, ms", "share", *["planned, ms"] * (found["planned"] is not None))
     table = make_table("mean of a step", *numbers, right=numbers)
-    for title, measured_s, planned_s in rows:
+    for title, measured_s, planned_s in (row for row in rows if any(row[1:])):
         cells = f"{1e3 * measured_s:.1f}", f"{measured_s / totals[0]:.1%}", f"{1e3 * planned_s:.1f}"
         table.add_row(title, *cells[: len(numbers)])
     console.print(
