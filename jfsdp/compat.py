@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -115,6 +116,17 @@ def describe_topology(topology: str, config: str) -> Any:
     from jax.experimental import topologies
 
     return topologies.get_topology_desc(platform="cuda", topology_name="", topology=topology, target_config=config)
+
+
+def read_trace(file: Any) -> Iterator[tuple[str, str, str, int, int, dict[str, Any]]]:
+    """Yield plane, line, name, begin and end in ns, and stats of each event of an xplane.pb."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # types of jaxlib have no __module__ (0.12)
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    begin, length = int(event.start_ns), int(event.duration_ns)
+                    yield plane.name, line.name, event.name, begin, begin + length, dict(event.stats)
 
 
 def reset_compilation_cache() -> None:

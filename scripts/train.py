@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         say(traceback.format_exc())
         # Gloo, the backend for CPUs, has a time limit for collectives. Another process hangs.
         status = STUCK if "Gloo" in str(error) and "timed out" in str(error).lower() else 1
-        tell_and_end(f"{type(error).__name__}: {error}", status)
+        tell_and_end(f"{type(error).__name__}: {error}", status, getattr(error, "explain", None))
         return status
     except KeyboardInterrupt:
         print("train.py: interrupted; earlier checkpoints are kept", file=sys.stderr)
@@ -185,6 +185,12 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
         if run.loop is not None and (run.first or run.loop.first_step_s is not None):  # training began
             raise
         raise usage_error(error) from error
+    except RuntimeError as error:
+        from jfsdp.cli.out_of_memory import OutOfMemory, is_out_of_memory
+
+        if is_out_of_memory(error):
+            raise OutOfMemory(error, run.config, run.parts.job) from error
+        raise
     except OSError as error:
         if error.filename or str(run_dir) in str(error):
             raise

@@ -28,6 +28,7 @@ from jfsdp.cli.generate import Generate
 from jfsdp.cli.launch import Launch, split_command
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import PlanJob
+from jfsdp.cli.profile import ProfileRun
 from jfsdp.cli.prove import Prove
 from jfsdp.launch.runtime import plain_warnings
 from jfsdp.trainer.help_groups import read_command
@@ -44,6 +45,7 @@ To train, use scripts/train.py of the repository, or `import jfsdp` in a program
 COMMANDS = {
     "plan": PlanJob,
     "audit": AuditProgram,
+    "profile": ProfileRun,
     "explain": Explain,
     "prove": Prove,
     "checkpoint": Checkpoint,

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.cli.console import Reporting
-from jfsdp.cli.report import GB, GIB, print_estimate, print_inference, print_plan, print_search
+from jfsdp.cli.report import GB, GIB, describe_training, print_estimate, print_inference, print_plan, print_search
 from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import topology_devices
@@ -59,8 +59,13 @@ class PlanJob(Reporting, StepOptions):
     """Also estimate training on this many tokens (rows, if the model has no tokens), such as 1e12. 0: do not."""
     checkpoint_every: Count = option(200, "training", least=0)
     """With --tokens: steps between checkpoints."""
-    checkpoint_bandwidth: Real = option(2.0, "training", least=0.001)
+    checkpoint_gbs: Real = option(2.0, "training", least=0.001)
     """With --tokens: GB/s at which a node writes checkpoints. The default is an assumption; measure your storage."""
+    mtbf_hours: Real = option(0.0, "training", least=0)
+    """With --tokens: mean hours between failures of one node, which end the run. 0: no failures."""
+    restart_s: Real = option(300.0, "training", least=0)
+    """With --mtbf-hours: seconds from a failure to the start of the new processes. Compiling and reading the checkpoint
+    are added. The default is an assumption."""
     verbose: bool = option(False, "output")
     """Also print the largest buffers, the communication of each unit, and XLA's options."""
     dump_hlo: File = option(None, "output")
@@ -110,6 +115,7 @@ class PlanJob(Reporting, StepOptions):
             and (self.analytic or self.inference),
             "--tokens needs a plan of one program: leave --search, --analytic and --inference out": self.tokens
             and (self.search or self.analytic or self.inference),
+            "--mtbf-hours needs a number of tokens: add --tokens": self.mtbf_hours and not self.tokens,
             "--search compiles, but --analytic does not; pass one of them": self.search and self.analytic,
             f"{of_program} needs a plan of one program: leave --search and --analytic out": of_program
             and (self.search or self.analytic),
@@ -148,11 +154,17 @@ class PlanJob(Reporting, StepOptions):
                 advice = advise_job(self, cluster, plan.limit_bytes, plan)
             except Exception as error:  # the plan is printed anyway
                 note = f"no other options were estimated: {type(error).__name__}: {error}"
-        rate = self.checkpoint_bandwidth * GB
+        rate = self.checkpoint_gbs * GB
         training = plan.train(self.tokens, self.checkpoint_every, rate) if self.tokens else None
         found = plan.to_dict() | _plain(advice) | {"job": self._job()}
         found |= {"training": dataclasses.asdict(training)} if training else {}
-        show = functools.partial(print_plan, plan, self, advice, training, verbose=self.verbose)
+        failures, outlook = None, {}
+        if training:
+            if self.mtbf_hours:
+                failures = plan.failures(training, self.mtbf_hours * 3600, self.restart_s)
+                found["failures"] = failures.to_dict(self.checkpoint_every or training.steps)
+            outlook = describe_training(plan, training, found.get("failures"))
+        show = functools.partial(print_plan, plan, self, advice, outlook, verbose=self.verbose)
         status = self._print(found, show, fits=plan.fits)
         if note:
             print(f"note: {note}", file=sys.stderr)

@@ -28,16 +28,17 @@ GB, GIB = 1e9, 2**30
 _SIZES = {"GiB": GIB, "MiB": 2**20, "KiB": 2**10}
 _SENT = {"GB": GB, "MB": 1e6, "kB": 1e3}
 _TIMES = {"ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+_SECONDS = {"hours": 3600, "min": 60, "s": 1, "ms": 1e-3}
 
 
 def print_plan(
-    plan: Plan, job: StepOptions, advice: Sequence[Advice] = (), training: Training | None = None, *, verbose: bool
+    plan: Plan, job: StepOptions, advice: Sequence[Advice], outlook: Mapping[str, str], *, verbose: bool
 ) -> None:
-    """Print a plan: the verdict, the facts of the job, memory, communication and time, and advice."""
+    """Print a plan: the verdict, the facts of the job and its training, memory, communication and time, and advice."""
     console = make_console()
     host_bytes = plan.memory.host_bytes * plan.cluster.gpus_per_node
     print_fit(console, plan.needed_bytes, plan.limit_bytes, host_bytes=host_bytes)
-    print_facts(console, _facts(plan, job, training, verbose))
+    print_facts(console, _facts(plan, job, verbose) | dict(outlook))
     tables = (_memory(plan, verbose), ""), (_communication(plan, verbose), _ratios(plan)), (_time(plan), "")
     for table, below in tables:
         console.print()
@@ -81,7 +82,7 @@ def print_advice(console: Any, advice: Sequence[Advice], limit_bytes: int, nodes
     console.print(table)
 
 
-def _facts(plan: Plan, job: StepOptions, training: Training | None, verbose: bool) -> dict[str, str]:
+def _facts(plan: Plan, job: StepOptions, verbose: bool) -> dict[str, str]:
     """Return the facts of the job and its speed, by title."""
     layout, work, pipe = plan.layout, plan.work, plan.pipeline
     name = f"{job.model or job.factory} {write(job.model_config)}".rstrip()
@@ -123,13 +124,32 @@ def _facts(plan: Plan, job: StepOptions, training: Training | None, verbose: boo
     waits, least = plan.timeline.host_exposed_s / plan.step_s, plan.compute_bound_rows
     note = f"; by compute from {least} rows per data shard on" if least > work.rows else ""
     rows["bound by"] = plan.bound_by + (f"; {waits:.0%} of the step waits for host memory" if waits > 0.02 else note)
-    if training:
-        time = f"{training.days:.1f} days" if training.days >= 2 else f"{24 * training.days:.1f} hours"
-        rows["training"] = f"{training.steps:,} steps: {time}, {training.gpu_hours:,.0f} GPU-hours"
-        each = f"{training.checkpoint_s:.0f} s at {training.storage_bandwidth / GB:g} GB/s per node"
-        size = show_bytes(training.checkpoint_bytes)
-        rows["checkpoints"] = f"{training.num_checkpoints:,} of {size}, each {each}"
     return rows
+
+
+def describe_training(plan: Plan, training: Training, failures: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the facts of a training, by title; with the result of `Failures.to_dict`, also those of failures."""
+    rate, size = f"{training.storage_bandwidth / GB:g} GB/s per node", show_bytes(training.checkpoint_bytes)
+    written = f"copied in {_show(training.copy_s, _SECONDS, 1)}, written in {training.checkpoint_s:.0f} s at {rate}"
+    rows = {
+        "training": f"{training.steps:,} steps: {_time_of(training.days)}, {training.gpu_hours:,.0f} GPU-hours",
+        "compiling": f"{plan.compiled.compile_s:.0f} s on this machine, without tuning of kernels on GPUs",
+        "checkpoints": f"{training.num_checkpoints:,} of {size}, each {written}",
+    }
+    if failures:
+        best, given = failures["best_every"], failures["goodput"]
+        often, restart = (_show(failures[name], _SECONDS, 1) for name in ("mtbf_s", "restart_s"))
+        found = f"--checkpoint-every {best} ({_show(best * failures['step_s'], _SECONDS, 1)}), the best"
+        days = _time_of(training.days / given) if given > 1e-6 else "never done"
+        rows["failures"] = f"every {often} on average, each with a restart of {restart}"
+        rows["goodput"] = (
+            f"{failures['best_goodput']:.2%} with {found}; {given:.2%} with {failures['every']}, so {days}"
+        )
+    return rows
+
+
+def _time_of(days: float) -> str:
+    return f"{days:,.1f} days" if days >= 2 else f"{24 * days:.1f} hours"
 
 
 def _batch(plan: Plan, job: StepOptions) -> str:
@@ -237,7 +257,7 @@ def _time(plan: Plan) -> Any:
     table = _table("time of a step", unit, "share")
     for name, seconds in clock.critical.items():
         if seconds >= min(5e-5, clock.step_s / 1000) or name == "exposed_s":
-            table.add_row(_CLOCK[name], f"{seconds / scale:.1f}", f"{seconds / clock.step_s:.1%}")
+            table.add_row(CLOCK[name], f"{seconds / scale:.1f}", f"{seconds / clock.step_s:.1%}")
     table.add_row("total", f"{clock.step_s / scale:.1f}", "100.0%")
     for link, seconds in plan.link_s.items():
         if seconds:
@@ -249,7 +269,7 @@ def _time(plan: Plan) -> Any:
     return table
 
 
-_CLOCK = {
+CLOCK = {
     "matmul_s": "matrix products",
     "attention_s": "fused attention",
     "memory_s": "memory-bound kernels",

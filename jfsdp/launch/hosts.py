@@ -43,6 +43,13 @@ def hosts(devices: Sequence[Any]) -> tuple[int, ...]:
     return tuple(processes)
 
 
+def run_devices() -> tuple[str, int, int]:
+    """Return the kind of the run's devices, the number of its hosts, and the devices of one. Cost: as `hosts`."""
+    devices = jax.devices()
+    num_hosts = len(set(hosts(devices)))
+    return devices[0].device_kind, num_hosts, len(devices) // num_hosts
+
+
 def host_id() -> str:
     """Return an identifier of this process's host; empty if there is none.
 

@@ -141,7 +141,7 @@ def enable_compilation_cache(directory: str | Path | None) -> Path | None:
     if jax.default_backend() == "cpu" and jax.device_count() > 1:
         jax.config.update("jax_enable_compilation_cache", False)  # also if JAX_COMPILATION_CACHE_DIR is set
         return None
-    path = Path(directory or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/jfsdp").expanduser() / _machine()
+    path = Path(directory or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/jfsdp").expanduser() / processor()
     if directory:  # JAX silently skips a directory that cannot be written
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,8 @@ def enable_compilation_cache(directory: str | Path | None) -> Path | None:
     return path
 
 
-def _machine() -> str:
+def processor() -> str:
+    """Return the architecture of this machine's processor, with a digest of its features."""
     try:
         flags = re.search(r"^(flags|Features)\s*:.*$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
         features = flags.group(0) if flags else ""

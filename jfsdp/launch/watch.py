@@ -168,12 +168,15 @@ class _Failure(NamedTuple):
         return USAGE if self.status == USAGE else ENDED_BY_OTHERS
 
 
-def tell_and_end(message: str, status: int) -> None:
+def tell_and_end(message: str, status: int, explain: Callable[[], Any] | None = None) -> None:
     """Report an error to the other processes of the run and end this one at once; at its exit JAX would wait for them.
 
     If another process failed before, its error is the cause of this one. Then it is printed last, and the exit status
-    is `ENDED_BY_OTHERS`, or `USAGE` if the first failure's was. Does nothing in a run of one process, or if `jax` is
-    not imported.
+    is `ENDED_BY_OTHERS`, or `USAGE` if the first failure's was. Only calls `explain` in a run of one process. Does
+    nothing if `jax` is not imported.
+
+    Args:
+      explain: called in process 0 once the others can read the error, so that they do not wait. Its errors are printed.
     """
     if "jax" not in sys.modules:
         return
@@ -196,6 +199,12 @@ def tell_and_end(message: str, status: int) -> None:
         if first and first[0] != own:
             say(f"error: another process failed before: {first[0].text}")
             status = first[0].status_of_others
+    if explain is not None and process == 0:
+        try:
+            explain()
+        except Exception as error:
+            say(f"note: the error is not explained further: {type(error).__name__}: {error}")
+    if count > 1:
         end_process(process, status)
 
 

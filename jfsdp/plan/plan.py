@@ -21,7 +21,8 @@ from jfsdp.engine.spec import StepSpec
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import SENT_AXES, SHARED_AXES, num_data_shards
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
-from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.cluster.hardware import Cluster, host_bandwidth
+from jfsdp.plan.failures import Failures
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import Module, parse_module
 from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, largest_buffers
@@ -108,6 +109,7 @@ class Training:
       steps, days, gpu_hours: of training steps only, at their estimated seconds.
       num_checkpoints: including the final one.
       checkpoint_bytes: size of one on disk: trained parameters, optimizer states and model state.
+      copy_s: time in which training waits for one: its copy to host memory, shared evenly by all GPUs.
       checkpoint_s: time to write one, with all nodes at `storage_bandwidth`.
       storage_bandwidth: bytes/s that one node writes.
     """
@@ -117,6 +119,7 @@ class Training:
     gpu_hours: float
     num_checkpoints: int
     checkpoint_bytes: int
+    copy_s: float
     checkpoint_s: float
     storage_bandwidth: float
 
@@ -186,12 +189,26 @@ class Plan:
           checkpoint_every: steps.
           storage_bandwidth: bytes/s that one node writes.
         """
-        sizes, saved = dict(self.layout.mesh_sizes), self.state.checkpoint
+        cluster, sizes, saved = self.cluster, dict(self.layout.mesh_sizes), self.state.checkpoint
         steps = math.ceil(items / (self.work.items * num_data_shards(sizes)))
         hours = steps * self.step_s / 3600
-        writes_s = saved / (self.cluster.nodes * storage_bandwidth)
+        copy_s = saved / (cluster.num_devices * host_bandwidth(cluster.gpu))
+        writes_s = saved / (cluster.nodes * storage_bandwidth)
         count = math.ceil(steps / checkpoint_every) if checkpoint_every else 0
-        return Training(steps, hours / 24, hours * self.cluster.num_devices, count, saved, writes_s, storage_bandwidth)
+        days, gpu_hours = hours / 24, hours * cluster.num_devices
+        return Training(steps, days, gpu_hours, count, saved, copy_s, writes_s, storage_bandwidth)
+
+    def failures(self, training: Training, mtbf_s: float, restart_s: float) -> Failures:
+        """Return the failures of this training.
+
+        Args:
+          mtbf_s: mean seconds between failures of one node.
+          restart_s: seconds from a failure to the start of the processes. Compiling, and reading the checkpoint at the
+            rate of writing, follow.
+        """
+        restart_s += self.compiled.compile_s + training.checkpoint_s
+        mtbf_s /= self.cluster.nodes
+        return Failures(mtbf_s, self.step_s, training.copy_s, training.checkpoint_s, restart_s)
 
     @property
     def items_per_s(self) -> float:

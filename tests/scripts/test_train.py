@@ -279,7 +279,7 @@ def test_a_collective_that_times_out_by_itself_is_a_hang(monkeypatch, capsys):
         ("the socket timed out", 1),
     ):
         monkeypatch.setattr(train, "train", mock.Mock(side_effect=RuntimeError(text)))
-        assert train.main([]) == status and told.pop() == (f"RuntimeError: {text}", status)
+        assert train.main([]) == status and told.pop() == (f"RuntimeError: {text}", status, None)
 
 
 def test_a_full_disk_is_told_with_the_run_directory(tmp_path, monkeypatch, capsys):

@@ -117,6 +117,11 @@ def _find(name: str, known: Mapping[str, Gpu]) -> Gpu:
 GPUS = _read_table()
 
 
+def gpu_of_device(kind: str) -> Gpu | None:
+    """Return the GPU of a JAX device by its `device_kind`, or None if it is unknown."""
+    return next((gpu for gpu in GPUS if gpu.full_name.startswith(kind)), None)
+
+
 @checked
 def find_gpu(name: str) -> Gpu:
     """Return a GPU by name or alias, or from a file.

@@ -125,7 +125,8 @@ class TrainConfig(StepOptions):
     simulate_devices: Count = option(0, "process and device", "rounding")
     """Simulate N devices on the CPU. 0: use the real devices."""
     cache_dir: Location = option(None, "XLA and debugging", "free")
-    """Directory of the compilation cache. Programs for several CPU devices are not cached. none: ~/.cache/jfsdp."""
+    """Directory of the compilation cache. Programs for several CPU devices are not cached. none: compiled/ in the run's
+    directory for the step, ~/.cache/jfsdp for all others."""
     timeout: Real = option(600.0, "process and device", "free", least=0)
     """Limit in seconds for a step, a batch, or a batch of the evaluation. The start, the first step, restoring and
     saving may take three times as long, indexing the data 72 times. With several processes, a process that exceeds it

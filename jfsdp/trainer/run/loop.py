@@ -20,6 +20,7 @@ from jfsdp.train.step.loss import numbers
 from jfsdp.train.step.step import Metrics, TrainStep
 from jfsdp.trainer.display import Display, accuracy, describe, time_left
 from jfsdp.trainer.options import as_options
+from jfsdp.trainer.run.compiled import StepProgram, kept_program
 from jfsdp.trainer.run.config import TrainConfig
 from jfsdp.trainer.run.directory import RunDir, publish
 from jfsdp.trainer.run.evaluate import Evaluation
@@ -70,6 +71,7 @@ class Loop:
     goodput: Goodput
     described: Any = None
     first_step_s: float | None = None
+    program: StepProgram | None = None
     last_record: Record | None = None
     last_saved: int | None = None
     pace: Pace = dataclasses.field(default_factory=Pace)
@@ -93,7 +95,7 @@ class Loop:
             stack.push(closing(self._stop_trace))
             while not is_last:
                 step += 1
-                self._start_trace(step, first)
+                self._start_trace(step, first, metrics)
                 begin = time.perf_counter()
                 with self.watch.at(f"the data of step {step}"):
                     batch = self._next_batch(state, metrics)
@@ -104,7 +106,8 @@ class Loop:
                 name, patience = (f"compiling, and step {step}", PATIENT) if is_first else (f"step {step}", 1)
                 with self.watch.at(name, patience):
                     self.goodput.to("compile" if is_first else "train")
-                    state, metrics = self._take_step(state, batch, is_first)
+                    with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                        state, metrics = self._take_step(state, batch, is_first)
                     self.goodput.to("train")
                     host_s = time.perf_counter() - begin
                     in_flight.append(metrics["loss"])
@@ -131,10 +134,13 @@ class Loop:
         self.display.facts({"program": f"{spec.program} ({as_options(spec.reason)})"})
         if jax.process_count() > 1:
             check_alike({"the program of a step": self.step.fingerprint(state, batch)})
-        state, metrics = self.step(state, batch)
+        self.step.prepare(state, batch)  # compares the loss, by programs that are not kept
+        with kept_program(None if self.config.cache_dir else self.run_dir / "compiled") as self.program:
+            state, metrics = self.step(state, batch)
         metrics["loss"].block_until_ready()
         self.first_step_s = time.perf_counter() - begin
-        self.display.say(f"first step: {self.first_step_s:.1f} s, compiling included")
+        got = f"its program was {self.program.compiled} in {self.program.compile_s:.1f} s"
+        self.display.say(f"first step: {self.first_step_s:.1f} s; {got}")
         self.throughput.restart()
         return state, metrics
 
@@ -223,6 +229,8 @@ class Loop:
                 **describe_evaluation(evaluation, self.throughput.item),
                 **values,
             }
+            if self.last_record is None and self.program is not None:
+                record["compile_s"] = self.program.compile_s
             self.last_record = record
             for writer in self.writers:
                 writer.write(record)
@@ -240,8 +248,9 @@ class Loop:
             remaining = f"{time_left((steps - step) * step_s)} left"
             self.display.show(f"step {step}/{steps}  {step / steps:.0%}  loss {float(loss):.4f}  {rate}  {remaining}")
 
-    def _start_trace(self, step: int, first: int) -> None:
+    def _start_trace(self, step: int, first: int, before: Metrics) -> None:
         if self.config.profile and step == max(self.config.profile[0], first + 1) <= self.config.profile[1]:
+            jax.block_until_ready(before)  # so that the trace has whole steps
             jax.profiler.start_trace(str(self.run_dir / "profile"))
             self._is_tracing = True
 

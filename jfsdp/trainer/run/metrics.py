@@ -21,6 +21,7 @@ Non-finite numbers are null.
     num_skipped               steps skipped so far because of non-finite gradients
     tokens_seen               tokens trained on so far
     eval_loss, eval_tokens    evaluation loss after this step's update, and its number of tokens; null without one
+    compile_s                 only in the first line of a start: seconds to compile the step, or to load its program
     loss_scale                with --param-dtype float16: factor of this step's loss
 
 `aux` of the job's loss is added under its names, and `aux` of an evaluation with the prefix `eval_`. `correct` and

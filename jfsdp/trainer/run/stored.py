@@ -106,6 +106,10 @@ class StoredRun:
                         if self._sent.get(str(file)) != mark:
                             self._send(file, file.read_bytes())
                             self._sent[str(file)] = mark
+            for gone in [name for name in self._sent if not os.path.exists(name)]:
+                if "compiled" in (path := Path(gone).relative_to(self.local)).parts:  # the run replaced it
+                    (self.address / path.as_posix()).unlink()
+                    del self._sent[gone]
 
     def _send(self, file: Path, data: bytes) -> None:
         if self._lease is not None:

@@ -19,7 +19,7 @@ from jfsdp.checkpoint.disk.processes import only_first
 from jfsdp.checkpoint.snapshot import Snapshots, snapshot_dir
 from jfsdp.compat import warn
 from jfsdp.launch.environment import RESTART
-from jfsdp.launch.hosts import check_alike, gather_json, wait_for_all
+from jfsdp.launch.hosts import check_alike, gather_json, run_devices, wait_for_all
 from jfsdp.launch.watch import PATIENT, Watch
 from jfsdp.layout.layout import num_parameters
 from jfsdp.layout.lint import advise
@@ -165,7 +165,9 @@ class Run:
             self.source.reference = find_reference(self.source, parts, begun, self.run_dir, **given)
         described = {"config": dataclasses.asdict(config), "decides": decides, "changes": self.changes}
         hf_config = describe_model(parts.job, parts.row_items, self.hf_config)
-        described |= {"begun": self.begun} | ({} if hf_config is None else {"pretrained": hf_config})
+        described |= {"begun": self.begun, "devices": run_devices()} | (
+            {} if hf_config is None else {"pretrained": hf_config}
+        )
         described = json.loads(json.dumps(described, default=str))
         if self.is_writer:
             runs.write_json(self.run_dir / "config.json", described)
@@ -359,6 +361,7 @@ class Run:
             **{name: evaluated.get(name) for name in ("eval_loss", "eval_correct")},
             "eval_step": evaluated.get("step"),
             "first_step_s": loop.first_step_s,
+            **({} if loop.program is None else dataclasses.asdict(loop.program)),
             "restarts": int(os.environ.get(RESTART, 0)),
             "goodput": loop.goodput.fraction,
             "seconds": loop.goodput.seconds,

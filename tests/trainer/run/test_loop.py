@@ -69,6 +69,9 @@ def run_loop(
         def shard_batch(self, batch):
             return batch
 
+        def prepare(self, state, batch):
+            return state, batch
+
         def resolve(self, batch):
             return StepSpec("xla", "no reason")
 
@@ -84,7 +87,7 @@ def run_loop(
         return Evaluation(0.5, 7.0, {"correct": 0.25})
 
     loop = Loop(
-        config=TrainConfig(**config),
+        config=TrainConfig(cache_dir="unused", **config),
         step=Step(),  # type: ignore[arg-type]
         batches=position,
         throughput=Throughput(10, 1, None, "cpu"),

@@ -1,0 +1,77 @@
+"""`jfsdp profile`: the time of traced steps beside the plan of the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from jfsdp.cli.console import Reporting, make_console, make_table
+from jfsdp.cli.report import CLOCK
+from jfsdp.launch.runtime import without_plugin_chatter
+from jfsdp.plan.cluster.gpus import gpu_of_device
+from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.time.profile import read_profile
+from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.recipes import with_fields
+from jfsdp.trainer.run.directory import read_config
+
+_ROWS = {**CLOCK, "idle_s": "idle"}
+
+
+@dataclasses.dataclass(frozen=True)
+class ProfileRun(Reporting):
+    """Print where the time of the traced steps of a run went, next to the plan of its options.
+
+    The trace is that of `scripts/train.py --profile START:STOP`, the newest one in the run's directory.
+    """
+
+    run_dir: tyro.conf.Positional[Annotated[str, tyro.conf.arg(metavar="RUN")]]
+
+    def run(self) -> int:
+        run_dir = Path(self.run_dir).expanduser()
+        profiles = read_profile(run_dir / "profile")
+        found = {"devices": [dataclasses.asdict(one) for one in profiles], **_plan(run_dir)}
+        self.report(found, lambda: _print(found))
+        return 0
+
+
+def _plan(run_dir: Path) -> dict[str, Any]:
+    """Return the planned seconds of a step of the run, or the reason why there are none."""
+    from jfsdp.plan.jobs import plan_job
+
+    try:
+        stored = read_config(run_dir)
+        kind, nodes, per_node = stored["devices"]
+        if (gpu := gpu_of_device(kind)) is None:
+            raise ValueError(f"the devices of the run are {kind}, an unknown GPU")
+        known = {field.name for field in dataclasses.fields(StepOptions)}
+        fields = {name: value for name, value in stored["config"].items() if name in known}
+        with without_plugin_chatter():
+            clock = plan_job(with_fields(StepOptions(), fields, "config.json"), Cluster(gpu, nodes, per_node)).timeline
+    except Exception as error:  # the profile is printed anyway
+        return {"planned": None, "planned_hidden_s": 0.0, "not_planned": f"{type(error).__name__}: {error}"}
+    return {"planned": clock.critical, "planned_hidden_s": clock.wire_s - clock.exposed_s, "not_planned": ""}
+
+
+def _print(found: dict[str, Any]) -> None:
+    devices, console = found["devices"], make_console()
+    parts = {name: statistics.mean(one["seconds"].get(name, 0.0) for one in devices) for name in _ROWS}
+    totals = sum(parts.values()), sum((found["planned"] or {}).values())
+    rows = [(title, parts[name], (found["planned"] or {}).get(name, 0.0)) for name, title in _ROWS.items()]
+    hidden_s = statistics.mean(one["hidden_s"] for one in devices)
+    rows += [("total", *totals), ("hidden communication", hidden_s, found["planned_hidden_s"])]
+    numbers = ("measured, ms", "share", *["planned, ms"] * (found["planned"] is not None))
+    table = make_table("mean of a step", *numbers, right=numbers)
+    for title, measured_s, planned_s in (row for row in rows if any(row[1:])):
+        cells = f"{1e3 * measured_s:.1f}", f"{measured_s / totals[0]:.1%}", f"{1e3 * planned_s:.1f}"
+        table.add_row(title, *cells[: len(numbers)])
+    console.print(
+        f"{devices[0]['num_steps']} steps, counted by {devices[0]['counted_by']}, on {len(devices)} devices\n"
+    )
+    console.print(table)
+    if found["not_planned"]:
+        console.print(f"no plan: {found['not_planned']}")

@@ -1,0 +1,96 @@
+"""Where the time of traced steps went on each device, in the parts of a plan's time."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from jfsdp.compat import read_trace
+
+Interval = tuple[str, int, int]  # part of a step, begin and end in ns
+Runs = collections.Counter[tuple[str, str]]  # number of runs by module and operation
+
+# At each time the first of these that runs counts. Names of kernels and of HLO operations.
+_PARTS = {
+    "attention_s": re.compile(r"fmha|sdpa|flash|attention", re.I),
+    "matmul_s": re.compile(r"gemm|nvjet|xmma|cutlass|cublas|matmul|dot|ynn_|conv(?!ert)", re.I),
+    "memory_s": None,  # all others
+    "exposed_s": re.compile(r"nccl|all[-_](gather|reduce|to[-_]all)|reduce[-_]scatter|collective[-_]", re.I),
+    "host_exposed_s": re.compile(r"memcpy ?(h2d|d2h)", re.I),
+}
+_CALLS = re.compile(r"(while|call|conditional)[.\d]*$")  # contain the operations that they run
+
+
+@dataclasses.dataclass(frozen=True)
+class Profile:
+    """Mean seconds of the traced steps of one device.
+
+    Attributes:
+      device: such as GPU:0, after the name of its host.
+      num_steps, counted_by: number of steps; "annotations" of steps, or "repetitions" of operations.
+      seconds: the parts of a step as in `Timeline.critical`, where slowed kernels count in full, and `idle_s`.
+      hidden_s: collectives that run during compute.
+    """
+
+    device: str
+    num_steps: int
+    counted_by: str
+    seconds: dict[str, float]
+    hidden_s: float
+
+
+def read_profile(directory: Path) -> list[Profile]:
+    """Read the newest trace below a directory, of all hosts.
+
+    Raises:
+      ValueError: if there is none, or if no device computed in it.
+    """
+    files = sorted(directory.rglob("*.xplane.pb"))
+    devices: dict[str, list[Interval]] = collections.defaultdict(list)
+    runs: dict[str, Runs] = collections.defaultdict(collections.Counter)
+    steps = set()
+    for file in (one for one in files if one.parent == files[-1].parent):
+        for plane, line, name, begin, end, stats in read_trace(file):
+            operation = str(stats.get("hlo_op", ""))
+            is_gpu = plane.startswith("/device:GPU") and line.startswith("Stream")
+            if "step_num" in stats:
+                steps.add(stats["step_num"])
+            elif (is_gpu or (plane == "/host:CPU" and operation)) and not _CALLS.match(operation):
+                place = plane.removeprefix("/device:") if is_gpu else f"CPU:{stats.get('device_ordinal', 0)}"
+                device = f"{file.name.removesuffix('.xplane.pb')} {place}"
+                devices[device].append((_part_of(f"{name} {operation}"), begin, end))
+                runs[device][str(stats.get("hlo_module")), name] += 1
+    if not devices:
+        raise ValueError(f"{directory}: has no trace of a device; train with --profile START:STOP")
+    return [_profile(device, events, steps, runs[device]) for device, events in sorted(devices.items())]
+
+
+def _part_of(name: str) -> str:
+    order = ("exposed_s", "host_exposed_s", "attention_s", "matmul_s")
+    return next((part for part in order if (pattern := _PARTS[part]) and pattern.search(name)), "memory_s")
+
+
+def _profile(device: str, events: list[Interval], steps: set[int], runs: Runs) -> Profile:
+    module = collections.Counter(module for module, _ in runs.elements()).most_common(1)[0][0]
+    num = len(steps) or min(count for (of, _), count in runs.items() if of == module)
+    seconds: dict[str, float] = dict.fromkeys((*_PARTS, "idle_s", "hidden_s"), 0.0)
+    for part, length in _split(events):
+        seconds[part] += length / num / 1e9
+    hidden_s = seconds.pop("hidden_s")
+    return Profile(device, num, "annotations" if steps else "repetitions", seconds, hidden_s)
+
+
+def _split(events: Iterable[Interval]) -> Iterator[tuple[str, int]]:
+    """Yield the parts of the time between the first and the last event, and the hidden time of collectives."""
+    changes = sorted((time, by, part) for part, begin, end in events for time, by in ((begin, 1), (end, -1)))
+    running, before = collections.Counter[str](), changes[0][0]
+    for time, by, part in changes:
+        counted = next((one for one in _PARTS if running[one]), "idle_s")
+        yield counted, time - before
+        if running["exposed_s"] and counted != "exposed_s":
+            yield "hidden_s", time - before
+        running[part] += by
+        before = time

@@ -1,0 +1,120 @@
+"""The compiled step of a run, kept in its directory for the next start.
+
+[Note: kept programs] JAX's persistent cache is used for the step's program only. JAX's key is a hash of the program,
+versions, flags, options and devices, so a start with another program or another JAX compiles. JAX does not check the
+contents of an entry, writes it in place, and never replaces it. So JAX gets a temporary directory, with copies of
+those entries in `compiled/` whose contents have the digest in their name. Processes of a run compile together (XLA
+tunes the kernels of GPUs that way), so all compile if their entries differ, as without a shared file system.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+from jfsdp.compat import reset_compilation_cache
+from jfsdp.launch.hosts import gather_json
+from jfsdp.launch.runtime import processor
+
+KEEP = 3  # entries
+_COMPILED, _LOADED = "backend_compile_duration", "cache_retrieval_time_sec"  # ends of the names of JAX's events
+
+
+@dataclasses.dataclass
+class StepProgram:
+    """How this start got the program of its step.
+
+    Attributes:
+      compiled: "compiled", or "loaded" from the run's directory or from `--cache-dir`.
+      compile_s: seconds that this took.
+    """
+
+    compiled: str = "compiled"
+    compile_s: float = 0.0
+
+    def listen(self, name: str, seconds: float, **_: object) -> None:
+        """Record an event of JAX."""
+        self.compile_s += seconds if name.endswith(_COMPILED) else 0.0
+        self.compiled = "loaded" if name.endswith(_LOADED) else self.compiled
+
+
+@contextlib.contextmanager
+def kept_program(directory: Path | None) -> Iterator[StepProgram]:
+    """Load the program that is compiled inside from a directory, or keep it there; see [Note: kept programs].
+
+    Every process of the run must call this. Does nothing where JAX's cache is disabled, as for several CPU devices.
+
+    Args:
+      directory: None: JAX uses its own cache.
+    """
+    program = StepProgram()
+    jax.monitoring.register_event_duration_secs_listener(program.listen)
+    try:
+        if directory is None or not jax.config.jax_enable_compilation_cache:
+            yield program
+            return
+        directory /= processor() if jax.default_backend() == "cpu" else jax.default_backend()
+        with tempfile.TemporaryDirectory(prefix="jfsdp-compiled-") as cache:
+            intact = _copy_intact(directory, Path(cache))
+            with _cache_in(cache if all(names == intact for names in gather_json(intact)) else None):
+                yield program
+            if jax.process_index() == 0:
+                with contextlib.suppress(OSError):  # the next start compiles
+                    _keep_newest([file for file in Path(cache).iterdir() if file.name not in intact], directory)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(program.listen)
+
+
+@contextlib.contextmanager
+def _cache_in(directory: str | None) -> Iterator[None]:
+    # XLA's tables of tuned kernels have no digest, and the program contains its kernels.
+    changed = {"jax_compilation_cache_dir": directory, "jax_persistent_cache_enable_xla_caches": ""}
+    before = {name: getattr(jax.config, name) for name in changed}
+
+    def use(values: dict[str, str | None]) -> None:
+        for name, value in values.items():
+            jax.config.update(name, value)
+        reset_compilation_cache()
+
+    use(changed)
+    try:
+        yield
+    finally:
+        use(before)
+
+
+def _entries(directory: Path) -> list[Path]:
+    """Return the entries, oldest first: TIME-DIGEST-NAME, where NAME is that of JAX's file."""
+    return sorted(directory.glob("*-*-*-cache"))
+
+
+def _copy_intact(directory: Path, cache: Path) -> list[str]:
+    """Copy the entries that have their digest; return the names of JAX's files."""
+    for file in _entries(directory):
+        _, digest, name = file.name.split("-", 2)
+        if digest == _digest(data := file.read_bytes()):
+            (cache / name).write_bytes(data)
+    return sorted(file.name for file in cache.iterdir())
+
+
+def _keep_newest(files: list[Path], directory: Path) -> None:
+    """Add JAX's files to the entries, and remove all but the newest entries."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        data, partial = file.read_bytes(), directory / ".partial"
+        partial.write_bytes(data)
+        os.replace(partial, directory / f"{time.time_ns()}-{_digest(data)}-{file.name}")
+    for file in _entries(directory)[:-KEEP]:
+        file.unlink()
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
