@@ -129,6 +129,25 @@ def read_trace(file: Any) -> Iterator[tuple[str, str, str, int, int, dict[str, A
                     yield plane.name, line.name, event.name, begin, begin + length, dict(event.stats)
 
 
+def check_thunks() -> None:
+    """Check that this JAX can show the thunks of an executable.
+
+    Raises:
+      ValueError: if it cannot; names the versions.
+    """
+    if jax.__version_info__ < (0, 12):
+        raise ValueError(
+            f"--launches needs JAX 0.12 or newer, but this is {jax.__version__}; update jax, or leave it out"
+        )
+
+
+def read_thunks(compiled: Any) -> Any:
+    """Return the thunks of an executable for GPUs, the launches of XLA:GPU, as a module of MLIR. Needs JAX 0.12."""
+    from jax._src.thunky import thunky  # pyright: ignore[reportMissingImports]
+
+    return thunky.jax_executable_to_mlir(compiled, thunky.make_ir_context())
+
+
 def reset_compilation_cache() -> None:
     """Make JAX read the settings of its persistent compilation cache again."""
     from jax.experimental.compilation_cache import compilation_cache

@@ -13,13 +13,25 @@ from typing import Annotated, Any
 import tyro
 
 from jfsdp.cli.console import Reporting
-from jfsdp.cli.report import GB, GIB, describe_training, print_estimate, print_inference, print_plan, print_search
+from jfsdp.cli.report import (
+    GB,
+    GIB,
+    describe_training,
+    print_differences,
+    print_estimate,
+    print_inference,
+    print_plan,
+    print_search,
+)
+from jfsdp.compat import check_thunks
 from jfsdp.launch.runtime import without_plugin_chatter
 from jfsdp.plan.cluster.hardware import Cluster, find_gpu
 from jfsdp.plan.cluster.target import topology_devices
+from jfsdp.plan.diff import differences, read_plan
 from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.plan.time.chart import ENDINGS, plot_timeline
 from jfsdp.trainer.help_groups import option
+from jfsdp.trainer.option_errors import spell
 from jfsdp.trainer.options import Count, File, Real, StepOptions, optional
 from jfsdp.trainer.recipes import read_recipe, write_recipe
 from jfsdp.trainer.run.config import TrainConfig
@@ -72,6 +84,10 @@ class PlanJob(Reporting, StepOptions):
     """File for the scheduled HLO, for `jfsdp audit`."""
     timeline: File = option(None, "output")
     """File for a chart of compute, communication and waits, as PNG or SVG."""
+    launches: bool = option(False, "output")
+    """Also print what the GPU executes, in order: kernels, copies, collectives, waits and loops. Needs JAX 0.12."""
+    diff: Annotated[str | None, optional(str, "OLD.json")] = option(None, "output")
+    """Print only what differs from an earlier plan, a file that `jfsdp plan --json` wrote."""
     search: bool = option(False, "search")
     """Also vary strategy, mesh, remat, batch and XLA's options, to find the fastest that fits."""
     budget: Real = option(900.0, "search", least=0)
@@ -108,7 +124,8 @@ class PlanJob(Reporting, StepOptions):
         Raises:
           ValueError: naming the option or the file.
         """
-        of_program = "--dump-hlo" if self.dump_hlo else "--timeline" if self.timeline else ""
+        given = (name for name in ("dump_hlo", "timeline", "launches", "diff") if getattr(self, name))
+        of_program = spell(next(given, ""))
         refused = {
             f"--tokens {self.tokens}: must be a positive number, such as 1e12": not 0 <= self.tokens < math.inf,
             "--write-recipe needs a compiled plan of training: leave --analytic and --inference out": self.write_recipe
@@ -119,7 +136,7 @@ class PlanJob(Reporting, StepOptions):
             "--search compiles, but --analytic does not; pass one of them": self.search and self.analytic,
             f"{of_program} needs a plan of one program: leave --search and --analytic out": of_program
             and (self.search or self.analytic),
-            "--inference plans two programs: leave --search, --analytic, --dump-hlo and --timeline out": self.inference
+            f"--inference plans two programs: leave {of_program or '--search and --analytic'} out": self.inference
             and (self.search or self.analytic or of_program),
             "--preference, --accumulate and --documents-per-row are for training: leave --inference out": self.inference
             and (self.preference or self.accumulate > 1 or self.documents_per_row > 1),
@@ -127,6 +144,10 @@ class PlanJob(Reporting, StepOptions):
         for message, is_refused in refused.items():
             if is_refused:
                 raise ValueError(message)
+        if self.launches:
+            check_thunks()
+        if self.diff:
+            read_plan(self.diff)
         written = {
             "--write-recipe": (self.write_recipe, (".toml", ".json")),
             "--timeline": (self.timeline, ENDINGS),
@@ -147,7 +168,7 @@ class PlanJob(Reporting, StepOptions):
         from jfsdp.plan.search.space import recipe_of
 
         with self.phases() as report:
-            plan = plan_job(self, cluster, **more, on_progress=report)
+            plan = plan_job(self, cluster, **more, launches=self.launches, on_progress=report)
             report("estimating other options")
             advice, note = [], ""
             try:
@@ -165,6 +186,9 @@ class PlanJob(Reporting, StepOptions):
                 found["failures"] = failures.to_dict(self.checkpoint_every or training.steps)
             outlook = describe_training(plan, training, found.get("failures"))
         show = functools.partial(print_plan, plan, self, advice, outlook, verbose=self.verbose)
+        if self.diff:
+            changes = differences(read_plan(self.diff), found)
+            found, show = {"differences": changes}, functools.partial(print_differences, changes)
         status = self._print(found, show, fits=plan.fits)
         if note:
             print(f"note: {note}", file=sys.stderr)

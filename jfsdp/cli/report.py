@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ from jfsdp.layout.layout import num_parameters
 from jfsdp.layout.mesh import SHARED_AXES, num_data_shards
 from jfsdp.layout.report import describe_mesh, frozen_leaves, show_bytes, summary
 from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.launches import Launch, Launches, Loop, count_launches, total_launches
 from jfsdp.plan.memory.peak import largest_buffers
 from jfsdp.plan.time.work import describe_products
 from jfsdp.trainer.option_errors import spell
@@ -50,6 +52,8 @@ def print_plan(
     for x in plan.ledger.unknown:
         console.print(f"belongs to no parameter: {x.kind} {x.dtype} {x.total_bytes / GB:.3f} GB {short(x.source)}")
     print_advice(console, advice, plan.limit_bytes, plan.cluster.nodes, plan.limit_bytes - plan.needed_bytes)
+    if plan.launches:
+        console.print(*_launches(plan.launches, verbose), sep="\n", soft_wrap=True)
     if verbose:
         console.print(f"\nXLA options (compiled in {plan.compiled.compile_s:.1f} s)")
         for name, value in plan.compiled.options.items():
@@ -277,6 +281,63 @@ CLOCK = {
     "exposed_s": "waiting for communication",
     "host_exposed_s": "waiting for host memory",
 }
+
+
+def _launches(found: Launches, verbose: bool) -> Iterator[str]:
+    """Yield the lines of a list of launches."""
+    yield f"\n{total_launches(found.items):,} launches per step: {_numbers(found.items)}"
+    yield f"{len(found.buffer_bytes)} buffers of {show_bytes(sum(found.buffer_bytes))}"
+    yield from (f"DISAGREEMENT: {line}" for line in found.disagreements)
+    yield from _outline(found.items, verbose)
+
+
+def _outline(items: Iterable[Launch | Loop], verbose: bool, indent: str = "  ") -> Iterator[str]:
+    """Yield a line per loop, wait, and launch on another stream or with other devices, and one for those in between."""
+    for fold, run in itertools.groupby(items, lambda item: "" if verbose else _fold(item)):
+        for item in () if fold else run:
+            if isinstance(item, Loop):
+                yield f"{indent}loop {item.name}, {item.times or 'unknown'} times: {_numbers(item.body)}"
+                yield from _outline(item.body, verbose, f"{indent}  ")
+            else:
+                yield f"{indent}{_describe(item, verbose)}"
+        if fold:
+            yield f"{indent}{_numbers(run)}"
+
+
+def _fold(item: Launch | Loop) -> str:
+    if isinstance(item, Loop) or item.dtype or item.token is not None:
+        return ""
+    return "large copies" if item.num_bytes >= _SENT["MB"] else "others"
+
+
+def _describe(launch: Launch, verbose: bool) -> str:
+    words = [launch.kind, launch.name * verbose, f"#{launch.token}" * (launch.token is not None), launch.dtype]
+    words += [_show(launch.num_bytes, _SENT, 3)] * bool(launch.num_bytes)
+    words += [f"over {len(launch.group)}"] * bool(launch.group) + [f"on {launch.stream}"] * bool(launch.stream)
+    return " ".join(word for word in words if word)
+
+
+def _numbers(items: Iterable[Launch | Loop]) -> str:
+    """Write how many launches of each kind there are, with the bytes of copies and of full values of collectives."""
+    words = []
+    for kind, row in count_launches(items).items():
+        plural = f"{kind[:-1]}ies" if kind.endswith("copy") else f"{kind}s"
+        size = f" of {_show(row['bytes'], _SENT, 3)}" * bool(row["bytes"])
+        words.append(f"{row['count']:,} {kind if row['count'] == 1 else plural}{size}")
+    return ", ".join(words)
+
+
+def print_differences(changes: Sequence[Mapping[str, Any]]) -> None:
+    """Print the differences between two plans."""
+    console, table = make_console(), make_table("what", "old", "new", "new / old", right=("old", "new", "new / old"))
+    for row in changes:
+        values = row["old"], row["new"]
+        is_number = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
+        ratio = f"{row['new'] / row['old']:.4f}" if is_number and row["old"] else ""
+        table.add_row(
+            row["what"], *("-" if x is None else f"{x:,.6g}" if isinstance(x, float) else str(x) for x in values), ratio
+        )
+    console.print(table if changes else "no differences")
 
 
 def print_search(search: Search) -> None:

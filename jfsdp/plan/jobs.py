@@ -158,12 +158,14 @@ def plan_job(
     *,
     reserve_bytes: int = RESERVE_BYTES,
     documents_per_row: int = 1,
+    launches: bool = False,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Plan the step that `scripts/train.py` would run with these options on a cluster. Allocates nothing on any device.
 
     Args:
       documents_per_row: documents in a row of tokens, for time estimates; see `Work`.
+      launches: as in `make_plan`.
 
     Raises:
       PlanUnavailable: if JAX's CUDA plugin cannot compile for this GPU.
@@ -179,4 +181,5 @@ def plan_job(
         attention = describe_attention(job, model, seq_len, cross_documents=options.cross_documents)
     causal = _item_flops(job, model.layout, *causal_keys(seq_len / documents_per_row))
     work = dataclasses.replace(work, documents_per_row=documents_per_row, attention=attention, causal_flops=causal)
-    return make_plan(step, batch, cluster, work, reserve_bytes=reserve_bytes, on_progress=on_progress)
+    more = {"launches": launches, "on_progress": on_progress}
+    return make_plan(step, batch, cluster, work, reserve_bytes=reserve_bytes, **more)

@@ -16,8 +16,10 @@ import jax
 import numpy as np
 
 from jfsdp.arguments import Count, Size, checked
+from jfsdp.compat import check_thunks
 from jfsdp.engine.options import is_gpu
 from jfsdp.engine.spec import StepSpec
+from jfsdp.extras import installed_version
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import SENT_AXES, SHARED_AXES, num_data_shards
 from jfsdp.plan.cluster.compile import CompiledStep, compile_step, without_cache
@@ -25,6 +27,7 @@ from jfsdp.plan.cluster.hardware import Cluster, host_bandwidth
 from jfsdp.plan.failures import Failures
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import Module, parse_module
+from jfsdp.plan.launches import Launches, read_launches
 from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, largest_buffers
 from jfsdp.plan.miscompiles import find_miscompiles
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
@@ -133,6 +136,7 @@ class Plan:
       products: number and FLOPs of matrix products per step and device, by the dtype of their operands.
       pipeline: None without mesh axis `pipe`.
       miscompiles: known faults of XLA and JAX in this program; see `jfsdp.plan.miscompiles`.
+      launches: None unless `make_plan` was asked for them.
     """
 
     cluster: Cluster
@@ -148,6 +152,7 @@ class Plan:
     products: Mapping[str, tuple[int, float]]
     pipeline: Pipeline | None = None
     miscompiles: tuple[Finding, ...] = ()
+    launches: Launches | None = None
 
     @property
     def limit_bytes(self) -> int:
@@ -305,6 +310,8 @@ class Plan:
             f"{self.work.item}s_per_s_per_gpu": self.items_per_s,
             "compute_bound_batch_per_device": self.compute_bound_rows,
             "miscompiles": [dataclasses.asdict(one) for one in self.miscompiles],
+            "launches": self.launches and self.launches.to_dict(),
+            "versions": {name: installed_version(name) for name in ("jax", "jaxlib")},
             "options": dict(self.compiled.options),
             "compile_s": self.compiled.compile_s,
         }
@@ -338,6 +345,7 @@ def make_plan(
     *,
     reserve_bytes: Size = RESERVE_BYTES,
     calls: Mapping[str, Size] | None = None,
+    launches: bool = False,
     on_progress: Callable[[str], None] = lambda text: None,
 ) -> Plan:
     """Compile a step for a cluster and read its memory, collectives and time. Allocates nothing on any device.
@@ -348,14 +356,17 @@ def make_plan(
       work: units of throughput; None: the rows of the batch.
       reserve_bytes: memory that the step must leave free (for CUDA, NCCL, the allocator).
       calls: calls per microbatch of units that are not called exactly once.
+      launches: also read what the GPU executes, in order. Needs JAX 0.12.
       on_progress: called with a description of each phase before it begins.
 
     Raises:
-      ValueError: for options that XLA does not know, and batches that cannot be split.
+      ValueError: for options that XLA does not know, batches that cannot be split, and `launches` with an older JAX.
       EagerComputation: if the model or its loss runs a computation while it is traced.
     """
     check_cluster(step, cluster)
     check_lowers(step.mesh)
+    if launches:
+        check_thunks()
     if not is_gpu(step.mesh):
         raise ValueError(
             f"make_plan: the mesh has devices of platform {step.mesh.devices.flat[0].platform!r}, but a plan compiles "
@@ -368,7 +379,7 @@ def make_plan(
             traced = step.trace(state, batch)
             lowered = traced.lower()
         on_progress("compiling")
-        compiled = compile_step(lowered, step.compiler_options)
+        compiled = compile_step(lowered, step.compiler_options, with_thunks=launches)
     on_progress("reading the program")
     work = work or rows_of(step, batch)
     module, trace = parse_module(compiled.text), step.read_trace(state, batch, traced)
@@ -395,6 +406,7 @@ def make_plan(
         products=flops_by_dtype(module),
         pipeline=_pipeline(step, module, timeline),
         miscompiles=tuple(find_miscompiles(module, trace.jaxpr, step.layout.num_shards(step.layout.data_axes))),
+        launches=read_launches(compiled.thunks, module, collectives, timeline.overlapped_share) if launches else None,
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jfsdp.compat import reset_compilation_cache
+from jfsdp.compat import read_thunks, reset_compilation_cache
 from jfsdp.engine.options import naming_options
 from jfsdp.plan.memory.buffer_assignment import read_dump
 
@@ -33,6 +33,7 @@ class CompiledStep:
       memory_stats: `compiled.memory_analysis()`.
       compile_s: seconds of the compiler, without tracing and lowering.
       options: compiler options.
+      thunks: from `compat.read_thunks`; None if not requested.
     """
 
     text: str
@@ -41,13 +42,15 @@ class CompiledStep:
     memory_stats: Any
     compile_s: float
     options: Mapping[str, Any]
+    thunks: Any = None
 
 
-def compile_step(lowered: Any, options: Mapping[str, Any]) -> CompiledStep:
+def compile_step(lowered: Any, options: Mapping[str, Any], *, with_thunks: bool = False) -> CompiledStep:
     """Compile `step.lower(...)`. Allocates nothing on any device, and tunes no kernels unless `options` says so.
 
     Args:
       options: options of XLA's compiler, such as `step.compiler_options`.
+      with_thunks: also return the thunks, which needs JAX 0.12.
 
     Raises:
       ValueError: if XLA refuses an option, or does not write the texts.
@@ -61,7 +64,8 @@ def compile_step(lowered: Any, options: Mapping[str, Any]) -> CompiledStep:
         text = compiled.as_text() or ""
         name = re.match(r"HloModule ([^\s,]+)", text)
         live_ranges, buffers = read_dump(directory, name[1] if name else "")
-    return CompiledStep(text, live_ranges, buffers, compiled.memory_analysis(), compile_s, dict(options))
+        thunks = read_thunks(compiled) if with_thunks else None
+    return CompiledStep(text, live_ranges, buffers, compiled.memory_analysis(), compile_s, dict(options), thunks)
 
 
 @contextlib.contextmanager
