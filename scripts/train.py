@@ -156,6 +156,20 @@ def train(config: TrainConfig, argv: Sequence[str]) -> None:
         _run(config, argv, begin, watch)
 
 
+def _check_program(step: Any, batch: Any) -> list[str]:
+    """Search the compiled step for known miscompiles of XLA on GPUs."""
+    import jax
+
+    from jfsdp.plan.miscompiles import check_step
+
+    if jax.default_backend() != "gpu":
+        return []
+    try:
+        return [f"warning: {found.trap}: {found.message}" for found in check_step(step, batch)]
+    except Exception as error:  # the run continues
+        return [f"note: known miscompiles were not searched for: {type(error).__name__}: {error}"]
+
+
 def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -> None:
     try:
         with watch.at("the start", PATIENT):
@@ -173,7 +187,7 @@ def _run(config: TrainConfig, argv: Sequence[str], begin: float, watch: Watch) -
                 config = parse(argv)
             stored = runs.read_config(run_dir) if config.resume else {}
             config = with_kept_options(config, stored, argv) if stored else config
-            run = Run(build(config, stored), run_dir, stored, begin, watch)
+            run = Run(build(config, stored), run_dir, stored, begin, watch, _check_program)
             is_cached = enable_compilation_cache(config.cache_dir) is not None
     except (ValueError, StoreError) as error:
         raise usage_error(error) from error

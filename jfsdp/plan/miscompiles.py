@@ -16,11 +16,12 @@ from jfsdp.compat import FUSED_ATTENTION
 from jfsdp.context.rows import SCOPE
 from jfsdp.jaxprs import all_eqns, describe, is_literal
 from jfsdp.plan.hlo.collectives import collective_kind
-from jfsdp.plan.hlo.parse import Instruction, Module
+from jfsdp.plan.hlo.parse import Instruction, Module, parse_module
 from jfsdp.plan.hlo.slices import find_wrong_slices
 from jfsdp.plan.hlo.trip_counts import runs, walk
 from jfsdp.plan.time.work import flops_by_dtype
 from jfsdp.plan.traffic.checks import Finding, stated_flops
+from jfsdp.train.step.step import TrainStep
 
 _SUMS = ("all-reduce", "reduce-scatter")
 # Operations on cuDNN's statistics that keep them for the backward.
@@ -217,6 +218,19 @@ MISCOMPILES = (
         _branches,
     ),
 )
+
+
+def check_step(step: TrainStep, batch: Any) -> list[Finding]:
+    """Return the known miscompiles of a step on the devices of its mesh.
+
+    Cost: a lowering, and a compilation if JAX's cache does not have the program.
+
+    Args:
+      batch: a global batch, or its shapes.
+    """
+    traced = step.trace(step.abstract_state(), batch)
+    module = parse_module(traced.lower().compile().as_text() or "")
+    return find_miscompiles(module, traced.jaxpr.jaxpr, step.layout.num_shards(step.layout.data_axes))
 
 
 def find_miscompiles(module: Module, jaxpr: Any = None, num_devices: int = 1) -> list[Finding]:

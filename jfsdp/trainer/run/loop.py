@@ -69,6 +69,7 @@ class Loop:
     run_dir: RunDir
     watch: Watch
     goodput: Goodput
+    check_program: Callable[[TrainStep, Any], Sequence[str]] = lambda step, batch: ()
     described: Any = None
     first_step_s: float | None = None
     program: StepProgram | None = None
@@ -137,6 +138,8 @@ class Loop:
         self.step.prepare(state, batch)  # compares the loss, by programs that are not kept
         with kept_program(None if self.config.cache_dir else self.run_dir / "compiled") as self.program:
             state, metrics = self.step(state, batch)
+            for problem in self.check_program(self.step, batch):
+                self.display.say(problem)
         metrics["loss"].block_until_ready()
         self.first_step_s = time.perf_counter() - begin
         got = f"its program was {self.program.compiled} in {self.program.compile_s:.1f} s"

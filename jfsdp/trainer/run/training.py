@@ -9,7 +9,7 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -52,12 +52,21 @@ class Run:
       stored: the `config.json` of the run to resume, or empty.
       begin: `time.perf_counter()` at the start of the program, for the summary.
       watch: the watchdog.
+      check_program: returns lines to print about the compiled step, which JAX's cache has when it is called.
 
     Attributes:
       loop: the training loop; None until it is ready to start.
     """
 
-    def __init__(self, parts: Parts, run_dir: runs.RunDir, stored: Mapping[str, Any], begin: float, watch: Watch):
+    def __init__(
+        self,
+        parts: Parts,
+        run_dir: runs.RunDir,
+        stored: Mapping[str, Any],
+        begin: float,
+        watch: Watch,
+        check_program: Callable[[Any, Any], Sequence[str]] = lambda step, batch: (),
+    ):
         self.config, self.parts, self.run_dir, self.begin, self.watch = parts.config, parts, run_dir, begin, watch
         self.hf_config = initial_hf_config(self.config, stored)
         self.begun = gather_json(stored.get("begun", time.time()))[0]
@@ -67,6 +76,7 @@ class Run:
         self.is_writer = jax.process_index() == 0
         self.display = Display(self.is_writer)
         self.say, watch.show = self.display.say, self.display.wait
+        self.check_program = check_program
         self.loop: Loop | None = None
         self.changes: list[dict[str, Any]] = []
         self.source: Source
@@ -315,6 +325,7 @@ class Run:
             run_dir=self.run_dir,
             watch=self.watch,
             goodput=Goodput(self.run_dir / "goodput.json", self.begin, self.train_s, is_writer=self.is_writer),
+            check_program=self.check_program,
             described=described,
         )
 
