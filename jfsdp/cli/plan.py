@@ -124,8 +124,8 @@ class PlanJob(Reporting, StepOptions):
         Raises:
           ValueError: naming the option or the file.
         """
-        given = (name for name in ("dump_hlo", "timeline", "launches", "diff") if getattr(self, name))
-        of_program = spell(next(given, ""))
+        given = (spell(name) for name in ("dump_hlo", "timeline", "launches", "diff") if getattr(self, name))
+        of_program = next(given, "")
         refused = {
             f"--tokens {self.tokens}: must be a positive number, such as 1e12": not 0 <= self.tokens < math.inf,
             "--write-recipe needs a compiled plan of training: leave --analytic and --inference out": self.write_recipe

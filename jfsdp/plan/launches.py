@@ -125,8 +125,7 @@ class _Reader:
     tokens: dict[Any, int] = dataclasses.field(default_factory=dict)
 
     def read(self, block: Any) -> Iterator[Launch | Loop]:
-        for operation in block.operations:
-            yield from self._read(operation.operation)
+        return _together(item for operation in block.operations for item in self._read(operation.operation))
 
     def _read(self, thunk: Any) -> Iterator[Launch | Loop]:
         name, given = thunk.name.removeprefix("thunky."), thunk.attributes
@@ -139,7 +138,7 @@ class _Reader:
         elif name == "async_start":
             token = self.tokens[thunk.results[0]] = len(self.tokens)
             stream = "communication" if given["is_communication"].value else "compute"
-            for item in _together(blocks[0]):
+            for item in blocks[0]:
                 yield dataclasses.replace(item, stream=f"{stream} {given['stream_id'].value}", token=token)
         elif name == "async_done":
             yield Launch("wait", name, token=self.tokens[thunk.operands[0]])
@@ -170,7 +169,10 @@ def _size(buffer: Any) -> int:
 
 def _together(items: Iterable[Any]) -> Iterator[Any]:
     """Combine the arrays of a collective, each of which is an operation of its own."""
-    for key, found in itertools.groupby(items, lambda one: one.kind in KINDS and (one.kind, one.dtype, one.group)):
+    keys = ("kind", "dtype", "group", "token")
+    for key, found in itertools.groupby(
+        items, lambda item: getattr(item, "dtype", "") and [getattr(item, key) for key in keys]
+    ):
         several = list(found)
         yield from [dataclasses.replace(several[0], num_bytes=sum(x.num_bytes for x in several))] if key else several
 
