@@ -1,4 +1,4 @@
-"""What a run prints after its GPUs ran out of memory: XLA's sizes, and the plan of its options on these GPUs."""
+"""Explanation of a GPU that ran out of memory: XLA's sizes, and the plan of the run's options on its GPUs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from jfsdp.trainer.recipes import write_recipe
 
 _LIMITS_S = {"plan": 300.0, "bound": 60.0}
 _LIMITS_OF_SEVERAL_S = {"plan": 18.0, "bound": 7.0}  # a launcher kills process 0 30 s after the first failure
-_OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 
 
 class OutOfMemory(RuntimeError):
@@ -68,7 +67,7 @@ class OutOfMemory(RuntimeError):
 
 def is_out_of_memory(error: Exception) -> bool:
     """Return whether an error of XLA means that the memory of a device is exhausted."""
-    return isinstance(error, jax.errors.JaxRuntimeError) and _OUT_OF_MEMORY in str(error)
+    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
 def _plan(options: StepOptions, where: dict[str, Any], limit_s: float, more: list[str]) -> tuple[str, str]:

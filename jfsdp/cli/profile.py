@@ -1,4 +1,4 @@
-"""`jfsdp profile`: the time of traced steps beside the plan of the run."""
+"""`jfsdp profile`: the time of traced steps, next to the plan of the run."""
 
 from __future__ import annotations
 

@@ -29,8 +29,8 @@ class Failures:
     def goodput(self, every: int) -> float:
         """Return the expected share of time spent in steps whose result is kept.
 
-        A checkpoint counts once it is written, so writing adds to the restart of J. T. Daly, "A higher order estimate
-        of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22 (2006).
+        A checkpoint counts once it is written, so writing adds to the restart. Source: J. T. Daly, "A higher order
+        estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22 (2006).
 
         Args:
           every: steps between checkpoints.

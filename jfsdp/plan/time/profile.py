@@ -17,7 +17,7 @@ Runs = collections.Counter[tuple[str, str]]  # number of runs by module and oper
 _PARTS = {
     "attention_s": re.compile(r"fmha|sdpa|flash|attention", re.I),
     "matmul_s": re.compile(r"gemm|nvjet|xmma|cutlass|cublas|matmul|dot|ynn_|conv(?!ert)", re.I),
-    "memory_s": None,  # all others
+    "memory_s": re.compile(r"(?!)"),  # all others
     "exposed_s": re.compile(r"nccl|all[-_](gather|reduce|to[-_]all)|reduce[-_]scatter|collective[-_]", re.I),
     "host_exposed_s": re.compile(r"memcpy ?(h2d|d2h)", re.I),
 }
@@ -61,16 +61,12 @@ def read_profile(directory: Path) -> list[Profile]:
             elif (is_gpu or (plane == "/host:CPU" and operation)) and not _CALLS.match(operation):
                 place = plane.removeprefix("/device:") if is_gpu else f"CPU:{stats.get('device_ordinal', 0)}"
                 device = f"{file.name.removesuffix('.xplane.pb')} {place}"
-                devices[device].append((_part_of(f"{name} {operation}"), begin, end))
+                of = (part for part, pattern in _PARTS.items() if pattern.search(f"{name} {operation}"))
+                devices[device].append((next(of, "memory_s"), begin, end))
                 runs[device][str(stats.get("hlo_module")), name] += 1
     if not devices:
         raise ValueError(f"{directory}: has no trace of a device; train with --profile START:STOP")
     return [_profile(device, events, steps, runs[device]) for device, events in sorted(devices.items())]
-
-
-def _part_of(name: str) -> str:
-    order = ("exposed_s", "host_exposed_s", "attention_s", "matmul_s")
-    return next((part for part in order if (pattern := _PARTS[part]) and pattern.search(name)), "memory_s")
 
 
 def _profile(device: str, events: list[Interval], steps: set[int], runs: Runs) -> Profile:

@@ -40,10 +40,10 @@ class StepProgram:
     compiled: str = "compiled"
     compile_s: float = 0.0
 
-    def listen(self, name: str, seconds: float, **_: object) -> None:
+    def listen(self, event: str, duration_secs: float, **_: object) -> None:
         """Record an event of JAX."""
-        self.compile_s += seconds if name.endswith(_COMPILED) else 0.0
-        self.compiled = "loaded" if name.endswith(_LOADED) else self.compiled
+        self.compile_s += duration_secs if event.endswith(_COMPILED) else 0.0
+        self.compiled = "loaded" if event.endswith(_LOADED) else self.compiled
 
 
 @contextlib.contextmanager
