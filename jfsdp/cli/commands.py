@@ -28,6 +28,7 @@ from jfsdp.cli.generate import Generate
 from jfsdp.cli.launch import Launch, split_command
 from jfsdp.cli.models import Models
 from jfsdp.cli.plan import PlanJob
+from jfsdp.cli.prove import Prove
 from jfsdp.launch.runtime import plain_warnings
 from jfsdp.trainer.help_groups import read_command
 from jfsdp.trainer.option_errors import check_known
@@ -44,6 +45,7 @@ COMMANDS = {
     "plan": PlanJob,
     "audit": AuditProgram,
     "explain": Explain,
+    "prove": Prove,
     "checkpoint": Checkpoint,
     "data": Data,
     "evaluate": Evaluate,

@@ -44,6 +44,8 @@ def print_plan(
         console.print(table)
         if below:
             console.print(below)
+    for found in plan.miscompiles:
+        console.print(f"miscompiled: {found.trap}: {found.message}{f' ({found.source})' * bool(found.source)}")
     for x in plan.ledger.unknown:
         console.print(f"belongs to no parameter: {x.kind} {x.dtype} {x.total_bytes / GB:.3f} GB {short(x.source)}")
     print_advice(console, advice, plan.limit_bytes, plan.cluster.nodes, plan.limit_bytes - plan.needed_bytes)

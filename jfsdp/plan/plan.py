@@ -25,11 +25,13 @@ from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.hlo.collectives import find_collectives
 from jfsdp.plan.hlo.parse import Module, parse_module
 from jfsdp.plan.memory.peak import RESERVE_BYTES, Memory, breakdown, largest_buffers
+from jfsdp.plan.miscompiles import find_miscompiles
 from jfsdp.plan.time.pipeline import Pipeline, tick_seconds
 from jfsdp.plan.time.rates import CLOCK_RANGE, COMPARED_GPUS
 from jfsdp.plan.time.timeline import Rates, Timeline, hidden_share, simulate
 from jfsdp.plan.time.work import flops_by_dtype
 from jfsdp.plan.traffic.attribution import split_activations
+from jfsdp.plan.traffic.checks import Finding
 from jfsdp.plan.traffic.ledger import Ledger, make_ledger
 from jfsdp.train.checks import check_lowers
 from jfsdp.train.state_bytes import StateBytes, account
@@ -127,6 +129,7 @@ class Plan:
       spec: the step's program, the reason for it, and the prefetch depth.
       products: number and FLOPs of matrix products per step and device, by the dtype of their operands.
       pipeline: None without mesh axis `pipe`.
+      miscompiles: known faults of XLA and JAX in this program; see `jfsdp.plan.miscompiles`.
     """
 
     cluster: Cluster
@@ -141,6 +144,7 @@ class Plan:
     spec: StepSpec
     products: Mapping[str, tuple[int, float]]
     pipeline: Pipeline | None = None
+    miscompiles: tuple[Finding, ...] = ()
 
     @property
     def limit_bytes(self) -> int:
@@ -283,6 +287,7 @@ class Plan:
             "products": {dtype: {"count": num, "flops": flops} for dtype, (num, flops) in self.products.items()},
             f"{self.work.item}s_per_s_per_gpu": self.items_per_s,
             "compute_bound_batch_per_device": self.compute_bound_rows,
+            "miscompiles": [dataclasses.asdict(one) for one in self.miscompiles],
             "options": dict(self.compiled.options),
             "compile_s": self.compiled.compile_s,
         }
@@ -349,7 +354,7 @@ def make_plan(
         compiled = compile_step(lowered, step.compiler_options)
     on_progress("reading the program")
     work = work or rows_of(step, batch)
-    module = parse_module(compiled.text)
+    module, trace = parse_module(compiled.text), step.read_trace(state, batch, traced)
     collectives = find_collectives(module, cluster.num_devices, dict(step.layout.mesh_sizes))
     timeline = simulate(module, collectives, Rates(cluster, documents_per_row=work.documents_per_row))
     return Plan(
@@ -365,13 +370,14 @@ def make_plan(
             step.spec,
             calls=calls,
             gpus_per_node=cluster.devices_per_domain,
-            trace=step.read_trace(state, batch, traced),
+            trace=trace,
         ),
         timeline=timeline,
         reserve_bytes=reserve_bytes,
         spec=step.spec,
         products=flops_by_dtype(module),
         pipeline=_pipeline(step, module, timeline),
+        miscompiles=tuple(find_miscompiles(module, trace.jaxpr, step.layout.num_shards(step.layout.data_axes))),
     )
 
 

@@ -263,7 +263,7 @@ def _meaning(ratio: float, reference: Reference, run: Run, accumulate: int) -> s
             named[f"the size of {' x '.join(axis for axis, _ in some)}"] = math.prod(size for _, size in some)
     rows = [x.shape for x in jax.tree.leaves(reference.batches[0]) if jnp.ndim(x)]
     named |= {"the number of microbatches": accumulate, "the number of rows": rows[0][0]}
-    named |= {"the number of tokens of a row": shape[1] for shape in rows if len(shape) > 1}
+    named["the number of tokens of a row"] = max((shape[1] for shape in rows if len(shape) > 1), default=1)
     named["the weight of the loss"] = run.values.weights[0]
     found = [name for name, size in named.items() if size != 1 and math.isclose(ratio, size, rel_tol=1e-3)]
     below = [name for name, size in named.items() if size != 1 and math.isclose(ratio * size, 1, rel_tol=1e-3)]

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from jfsdp.arguments import Count, Seed, checked
 from jfsdp.layout.cuts import AxisRules
-from jfsdp.layout.mesh import MODEL_AXES, make_mesh
+from jfsdp.layout.mesh import CUT_AXES, make_mesh
 from jfsdp.layout.placements import Placements
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.select import Selectors
@@ -31,7 +31,7 @@ from jfsdp.proof.cases import STRATEGIES, Case, choose_cases
 from jfsdp.proof.cases import meshes as default_meshes
 from jfsdp.proof.causes import Cause, explain
 from jfsdp.proof.compare import Difference, capture, differences, run_case
-from jfsdp.proof.reference import Reference, Values
+from jfsdp.proof.reference import FAST_TO_COMPILE, Reference, Values
 from jfsdp.train.fully_shard import fully_shard
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.loss_check import same_bits
@@ -153,8 +153,7 @@ def prove(
             "XLA_FLAGS=--xla_force_host_platform_device_count=8 in the environment, before JAX starts"
         )
     places = {"units": units, "placements": placements, "axis_rules": axis_rules, "frozen": frozen}
-    found = default_meshes(jax.device_count(), _axes(placements, axis_rules)) if meshes is None else meshes
-    columns = {"mesh": found, "strategy": strategies, "program": programs, "accumulate": accumulate}
+    columns = {"mesh": meshes, "strategy": strategies, "program": programs, "accumulate": accumulate}
     columns |= {"reshard": reshard_after_forward, "remat": remat}
 
     def shard(case: Case, widen: Callable[[Any], Any]) -> ShardedModel:
@@ -171,10 +170,16 @@ def make_case_mesh(case: Case) -> Mesh:
     return make_mesh(**{"fsdp": 1, **dict(case.mesh)}, devices=jax.devices()[:num_devices])  # type: ignore[arg-type]
 
 
-def _axes(placements: Any, axis_rules: Any) -> list[str]:
-    """Return the model axes that placements and rules name."""
-    text = f"{placements} {axis_rules}"
-    return [axis for axis in (*MODEL_AXES, "expert") if repr(axis) in text]
+def _axes(shard: Shard, *, has_sum: bool) -> list[str]:
+    """Return the axes other than data axes that cut parameters of the model, if it is placed on them."""
+    found = []
+    for axis in CUT_AXES if has_sum else ("tensor",):
+        try:
+            layout = shard(Case((("fsdp", 1), (axis, 2))), lambda model: model).layout
+        except ValueError:  # such as a number of layers that 2 does not divide
+            continue
+        found += [axis] if any(cut.axis == axis for leaf in layout.leaves for cut in leaf.cuts) else []
+    return found
 
 
 def prove_cases(
@@ -191,6 +196,7 @@ def prove_cases(
     wide: bool,
     seed: int,
     on_case: Callable[[Proved], None],
+    axes: Sequence[str] = (),
 ) -> Proof:
     """Prove the cases of some columns; see `prove`.
 
@@ -198,6 +204,7 @@ def prove_cases(
       model: the user's, for the reference.
       shard: shards the user's model for a case, after passing it to a function that fixes its weights.
       make_tx: the optimizer of a sharded model.
+      axes: to try if no mesh is given, in addition to those that cut parameters.
     """
     with jax.enable_x64(wide), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -206,8 +213,10 @@ def prove_cases(
         trained = frozenset(leaf.path for leaf in whole.layout.leaves if leaf.trainable)
 
         def refer(is_wide: bool) -> Reference:
-            base = as_model(with_weights(model, seed, wide=is_wide))
-            return Reference(base, loss_fn, make_tx(whole), *base.create(seed), trained, batches, max_grad_norm)
+            base = as_model(model)
+            made = jax.jit(base.create, compiler_options=FAST_TO_COMPILE)(seed)
+            arrays = jax.tree.map(_widen, made) if is_wide else made
+            return Reference(base, loss_fn, make_tx(whole), *arrays, trained, batches, max_grad_norm)
 
         one, note = refer(wide), ""
         try:
@@ -221,6 +230,9 @@ def prove_cases(
         )
         if columns["program"] is None:
             columns = {**columns, "program": ("manual", "xla") if one.is_sum else ("xla",)}
+        if columns["mesh"] is None:
+            axes = [*axes, *_axes(shard, has_sum=one.is_sum)]
+            columns = {**columns, "mesh": default_meshes(jax.device_count(), axes)}
         values: dict[Any, tuple[Values, Values]] = {}
         proved = []
         for case in choose_cases(columns, every=every):
@@ -228,22 +240,27 @@ def prove_cases(
             key = reference is alike, case.accumulate
             if key not in values:
                 values[key] = reference.train(case.accumulate), reference.train(case.accumulate, reference.moved())
-            weights = functools.partial(with_weights, seed=seed, wide=wide)
+            weights = functools.partial(with_weights, reference=one)
             proved.append(_prove(case, shard, weights, make_tx, reference, *values[key]))
             on_case(proved[-1])
         dtype = str(next(x.dtype for x in one.params.values() if jnp.issubdtype(x.dtype, jnp.floating)))
         return Proof(tuple(proved), dtype, one.eps, note)
 
 
-def with_weights(model: Any, seed: int, *, wide: bool) -> Any:
-    """Return a model with the weights and the state of a seed, floating arrays in float64 if `wide`."""
+def _widen(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float64) if not is_key(x) and jnp.issubdtype(x.dtype, jnp.floating) else x
 
-    def cast(x: Any) -> Any:
-        is_float = not is_key(x) and jnp.issubdtype(x.dtype, jnp.floating)
-        return x.astype(jnp.float64) if wide and is_float else x
 
+def with_weights(model: Any, reference: Reference) -> Any:
+    """Return a model with the weights and the state of a reference.
+
+    Raises:
+      ValueError: if the model has other parameters than the reference.
+    """
     base = as_model(model)
-    plain = base.plain(*jax.tree.map(cast, jax.jit(base.create)(seed)))
+    if other := base.params.keys() ^ reference.params.keys():
+        raise ValueError(f"prove: {min(other)} is a parameter on some meshes only, so there is no reference for it")
+    plain = base.plain(reference.params, reference.state)
     return (*model[:2], plain) if isinstance(model, tuple | list) else plain
 
 
@@ -261,6 +278,7 @@ def _prove(
         model = shard(case, widen)
         tx = capture(make_tx(model))
         options = {"program": case.program, "accumulate": case.accumulate, "max_grad_norm": reference.max_grad_norm}
+        options["compiler_options"] = FAST_TO_COMPILE
         run = run_case(
             model, lambda check: model.train_step(reference.loss_fn, tx, check_loss=check, **options), tx, reference
         )

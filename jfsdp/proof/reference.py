@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jfsdp.jaxprs import all_eqns, draws
@@ -16,6 +17,8 @@ from jfsdp.layout.precision import is_key
 from jfsdp.modules.model import Arrays, Hooks, PlainModel
 from jfsdp.train.step.loss import as_loss
 from jfsdp.train.update.roles import array_name
+
+FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}  # of XLA:CPU; a proof compiles more than it computes
 
 # Without units a model calls none of these: it runs as the user wrote it.
 _NO_UNITS = Hooks({}, lambda *_: None, lambda unit: True, lambda x: x, lambda x: x)  # type: ignore[arg-type,return-value]
@@ -67,7 +70,7 @@ class Reference:
         def compute(trained: Arrays, frozen: Arrays, state: Arrays, rows: Any) -> Any:
             return self.loss({**frozen, **trained}, state, rows)
 
-        return jax.jit(jax.value_and_grad(compute, has_aux=True))
+        return jax.jit(jax.value_and_grad(compute, has_aux=True), compiler_options=FAST_TO_COMPILE)
 
     def gradient(self, params: Arrays, state: Arrays, rows: Any) -> tuple[jax.Array, jax.Array, Arrays, Arrays]:
         """Return the total, its weight, the state afterwards, and the gradients of the total by name."""
@@ -86,8 +89,8 @@ class Reference:
         params, state, found = dict(params or self.params), self.state, dict[tuple[str, str], Any]()
         tx, build, by_name = optax.with_extra_args_support(self.tx), self.model.tree.build, self.model.tree.by_name
         pick = lambda values: build({name: values[name] for name in self.trained})  # noqa: E731
-        opt_state, weights = jax.jit(tx.init)(pick(params)), []
-        update = jax.jit(tx.update)
+        opt_state, weights = jax.jit(tx.init, compiler_options=FAST_TO_COMPILE)(pick(params)), []
+        update = jax.jit(tx.update, compiler_options=FAST_TO_COMPILE)
         for index, batch in enumerate(self.batches):
             loss, weight, sums = 0.0, 0.0, None
             for part in range(accumulate):
@@ -142,11 +145,11 @@ class Reference:
         return max(float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.floating))
 
     def moved(self) -> Arrays:
-        """Return the parameters with a relative change of each element by its dtype's rounding error, of random sign."""
-        keys = jax.random.split(jax.random.key(0), len(self.params))
+        """Return the parameters, each element changed by the rounding error `eps` with a random sign."""
+        rng = np.random.default_rng(0)
 
-        def move(key: jax.Array, x: jax.Array) -> jax.Array:
-            return x * (1 + self.eps * jax.random.rademacher(key, x.shape, x.dtype))
+        def move(x: jax.Array) -> jax.Array:
+            signs = rng.choice([-1.0, 1.0], size=x.shape)
+            return (x * (1 + self.eps * signs)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
 
-        pairs = zip(keys, self.params.items(), strict=True)
-        return {name: move(key, x) if jnp.issubdtype(x.dtype, jnp.floating) else x for key, (name, x) in pairs}
+        return {name: move(x) for name, x in self.params.items()}

@@ -250,25 +250,31 @@ class StepOptions(ShardingOptions):
     `jfsdp plan` prints all that are used."""
 
 
+def place_model(options: ShardingOptions, job: Job, mesh: Any) -> Any:
+    """Return a job's model with the functions of jfsdp that it needs on a mesh, and the products of `--matmul`."""
+    from jfsdp.context.attention import attention, over_context
+    from jfsdp.context.rows import positions, whole_rows
+    from jfsdp.layout.mesh import num_contexts
+    from jfsdp.moe import experts
+
+    model = with_matmul(options, job, mesh)
+    model = model if job.with_experts is None else job.with_experts(model, experts)
+    if job.in_context is None or num_contexts(mesh) == 1:
+        return model
+    functions = {"over_context": over_context, "positions": positions, "whole_rows": whole_rows}
+    return job.in_context(model, attention=attention, **functions)
+
+
 def shard_job(options: ShardingOptions, job: Job, mesh: Any) -> ShardedModel:
     """Shard a job's model on a mesh according to the options.
 
     Raises:
       ValueError: for invalid values and combinations.
     """
-    from jfsdp.context.attention import attention, over_context
-    from jfsdp.context.rows import positions, whole_rows
-    from jfsdp.layout.mesh import num_contexts
     from jfsdp.layout.placements import placements
-    from jfsdp.moe import experts
     from jfsdp.train.fully_shard import fully_shard
 
-    job = dataclasses.replace(job, model=with_matmul(options, job, mesh))
-    if job.with_experts is not None:
-        job = dataclasses.replace(job, model=job.with_experts(job.model, experts))
-    if job.in_context is not None and num_contexts(mesh) > 1:
-        functions = {"over_context": over_context, "positions": positions, "whole_rows": whole_rows}
-        job = dataclasses.replace(job, model=job.in_context(job.model, attention=attention, **functions))
+    job = dataclasses.replace(job, model=place_model(options, job, mesh))
     places: dict[str, Any] = {"units": job.units, "axis_rules": job.axis_rules, "placements": job.placements}
     if options.min_size is not None:
         places["placements"] = {**(job.placements or {}), **placements(min_size=options.min_size)}

@@ -17,6 +17,7 @@ from jfsdp.layout.leaf import Leaf
 from jfsdp.plan.hlo.collectives import SCALARS_BYTES, find_collectives
 from jfsdp.plan.hlo.op_names import find_argument
 from jfsdp.plan.hlo.parse import Instruction, Module, parse_module
+from jfsdp.plan.miscompiles import find_miscompiles
 from jfsdp.plan.time.timeline import overlapped_share
 from jfsdp.plan.time.work import describe_products, flops_by_dtype
 from jfsdp.plan.traffic.attribution import split_activations
@@ -112,7 +113,7 @@ def audit(
     arguments = list(_arguments(module, layout))
     share = overlapped_share(module, [split_activations(layout, item)[1] for item in collectives])
     findings = [
-        *check.slices(),
+        *find_miscompiles(module, trace and trace.jaxpr, layout.num_shards(layout.data_axes)),
         *check.wire_dtypes(),
         *check.arguments(arguments),
         *check.all_reduces(),
@@ -122,7 +123,6 @@ def audit(
         *(check.kept_weights() if set(spec.gathered) <= set(layout.gathered_in_pipeline) else []),
         *check.overlap(share, min_overlap),
         *check.unknown(),
-        *(check.products(trace.jaxpr) if trace else []),
     ]
     notes = [*_notes(module, layout, ledger, arguments, tolerance), *_other_layout_note(findings, layout)]
     return AuditReport(tuple(findings), ledger, share, tuple(notes))

@@ -1,7 +1,6 @@
 """Audit checks: each kind of mismatch between a compiled program and its layout.
 
 [Note: audit checks]
-    wrong-slice      a loop takes other slices of a stack than the program requests, by a fault of XLA: wrong values
     wire-dtype       arrays are sent in a wider or narrower dtype than the precision policy's
     replicated       the step's parameters have larger shards than the layout's
     optimizer-state  the step's optimizer states have larger shards than the layout's
@@ -11,8 +10,8 @@
     held             gathered weights of a resharded unit are kept from its forward to its backward
     overlap          too few of the bytes in loops have a matmul between start and done, or no loop sends any
     activations      more bytes are sent over the model axes (`tensor`) than the step's trace requires
-    product-dtype    matrix products that the step states in float8 are computed in another dtype
     unknown          collectives belong to no leaf: activations that move, an optimizer that mixes elements
+The findings of [Note: known miscompiles] come first.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ from jfsdp.layout.units import ROOT
 from jfsdp.plan.hlo.collectives import SCALARS_BYTES, Collective
 from jfsdp.plan.hlo.kept_weights import find_kept_weights
 from jfsdp.plan.hlo.parse import Instruction, Module, Shape, hlo_dtype
-from jfsdp.plan.hlo.slices import find_wrong_slices
 from jfsdp.plan.hlo.trip_counts import walk
-from jfsdp.plan.time.work import flops_by_dtype
 from jfsdp.plan.traffic.attribution import Part
 from jfsdp.plan.traffic.ledger import OWN, Ledger, Row
 
@@ -82,32 +79,6 @@ class Check:
 
     def __init__(self, layout: Layout, module: Module, ledger: Ledger, moves: Sequence[Move], allowed: float):
         self.layout, self.module, self.ledger, self.moves, self.allowed = layout, module, ledger, moves, allowed
-
-    def slices(self) -> Iterator[Finding]:
-        """Find slices of stacks with other offsets on the GPU than in the program."""
-        for wrong in find_wrong_slices(self.module):
-            stack, inst = wrong.stack, wrong.instruction
-            message = (
-                f"{inst.name}: the first iterations of a loop request slices {wrong.requested[0]} and "
-                f"{wrong.requested[1]} of {stack.dtype}{list(stack.dims)} in {stack.memory} memory, and XLA compiled "
-                f"them to byte offsets {wrong.bytes_taken[0]} and {wrong.bytes_taken[1]}: wrong values on a GPU, "
-                "without an error; use jaxlib 0.11.1 or newer, which fixes this for offloaded activations "
-                "(openxla/xla#46231), or keep them on the device"
-            )
-            yield Finding("wrong-slice", message, 0.0, "", inst.source or inst.op_name)
-
-    def products(self, jaxpr: Any) -> Iterator[Finding]:
-        """Find matrix products that the step states in float8 and the program computes in another dtype."""
-        stated = stated_flops(jaxpr, self.layout.num_shards(self.layout.data_axes))  # axis `tensor` may cut none
-        found = {dtype: flops for dtype, (_, flops) in flops_by_dtype(self.module).items()}
-        others, known = (sum(flops for dtype, flops in x.items() if dtype != "float8") for x in (found, stated))
-        if stated.get("float8") and others > 1.01 * known:
-            message = (
-                f"{others - known:.3g} FLOPs of matrix products per device and step are stated in float8 and computed "
-                f"in {', '.join(dtype for dtype in found if dtype != 'float8')}; pass float8 operands to "
-                "jax.lax.dot_general, as jfsdp.float8_dot_general does, and scale the result"
-            )
-            yield Finding("product-dtype", message, 0.0, "", "")
 
     def wire_dtypes(self) -> Iterator[Finding]:
         """Find arrays in a wider or narrower dtype than all of the leaf's movements of that kind."""

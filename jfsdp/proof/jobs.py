@@ -1,0 +1,125 @@
+"""Proofs of jobs: the model cut to a size that a CPU computes, and a batch of its form."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jfsdp.layout.mesh import CONTEXT
+from jfsdp.modules.adapt import as_model
+from jfsdp.proof.cases import Case
+from jfsdp.proof.prove import Proof, Proved, make_case_mesh, prove_cases
+from jfsdp.train.sharded import ShardedModel
+from jfsdp.trainer.job import Job
+from jfsdp.trainer.options import ShardingOptions, make_optimizer, place_model, shard_job
+from jfsdp.trainer.step import make_batch
+
+MOST_PARAMETERS = 2**18  # of a model that is cut to size
+_LEAST = 2  # of each field
+_TOKENS = 32
+_REFUSED = ("param_dtype", "reduce_dtype", "frozen_dtype", "gather_wire", "reduce_wire", "matmul", "quantized", "lora")
+
+
+def cut_to_size(job: Job, most: int = MOST_PARAMETERS) -> tuple[Job, dict[str, int]]:
+    """Return a job with a smaller model of the same kind, and the fields of its configuration that changed.
+
+    Halves, again and again, the field whose half removes the most parameters, as long as the model can be made.
+
+    Args:
+      most: the number of parameters to stay below.
+    """
+    fields: dict[str, int] = {}
+    count = num_parameters(job) or 0
+    while count > most and dataclasses.is_dataclass(job.config):
+        values = {field.name: getattr(job.config, field.name) for field in dataclasses.fields(job.config)}
+        halves = {name: x // 2 for name, x in values.items() if type(x) is int and x // 2 >= _LEAST and not x % 2}
+        tried = {name: (_with(job, name, half)) for name, half in halves.items()}
+        counts = {name: num for name, other in tried.items() if other and (num := num_parameters(other)) is not None}
+        best = min(counts, key=lambda name: counts[name], default=None)
+        if best is None or counts[best] >= count:
+            break
+        job, count, fields[best] = tried[best] or job, counts[best], halves[best]
+    return job, fields
+
+
+def _with(job: Job, name: str, value: int) -> Job | None:
+    try:
+        return job.with_config(**{name: value})
+    except ValueError:
+        return None
+
+
+def num_parameters(job: Job) -> int | None:
+    """Return the number of parameters of a job's model; None if it, or its loss, cannot be traced."""
+    try:
+        return sum(math.prod(x.shape) for x in as_model(job.model).params.values())
+    except (ValueError, TypeError):
+        return None
+
+
+def random_batch(job: Job, rows: int, seq_len: int) -> Any:
+    """Return a batch of a job's shapes: random numbers, token ids below the vocabulary, and rows of two documents."""
+    rng = np.random.default_rng(0)
+
+    def draw(path: Any, x: jax.ShapeDtypeStruct) -> np.ndarray:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if jnp.issubdtype(x.dtype, jnp.floating):
+            return (rng.random(x.shape) < 0.7 if "weight" in name else rng.normal(size=x.shape)).astype(x.dtype)
+        column, half = np.arange(x.shape[-1] if x.ndim else 1), -(-seq_len // 2)
+        given = {"segment_ids": 1 + column // half, "positions": column % half}
+        if name in given:
+            return np.broadcast_to(given[name], x.shape).astype(x.dtype)
+        return rng.integers(0, job.vocab_size or 2, x.shape).astype(x.dtype)
+
+    return jax.tree_util.tree_map_with_path(draw, make_batch(job, rows, seq_len))
+
+
+def prove_job(
+    options: ShardingOptions,
+    job: Job,
+    columns: Mapping[str, Any],
+    *,
+    batch: Any,
+    every: bool = False,
+    steps: int = 2,
+    wide: bool = True,
+    on_case: Callable[[Proved], None] = lambda proved: None,
+) -> Proof:
+    """Prove a job's steps; see `jfsdp.prove`.
+
+    Args:
+      options: those of the sharding, except the mesh and what `columns` vary.
+      columns: the values of each field of `Case`.
+
+    Raises:
+      ValueError: for options that change the numbers of a step by design, naming them.
+    """
+    for name in _REFUSED:
+        if getattr(options, name):
+            raise ValueError(
+                f"{name}={getattr(options, name)!r}: a proof computes in the model's dtypes and without adapters; "
+                "leave it out"
+            )
+
+    def shard(case: Case, widen: Callable[[Any], Any]) -> ShardedModel:
+        mesh = make_case_mesh(case)
+        model = widen(place_model(options, job, mesh))
+        fixed = dataclasses.replace(job, model=model, in_context=None, with_experts=None)
+        given = {"strategy": case.strategy, "reshard_after_forward": case.reshard, "remat": case.remat}
+        return shard_job(dataclasses.replace(options, **given), fixed, mesh)
+
+    given = {"steps": steps, "max_grad_norm": None, "wide": wide, "seed": 0, "on_case": on_case, "every": every}
+    given["axes"] = [CONTEXT] if job.in_context else []
+    make_tx = lambda model: make_optimizer(options, job, model, 1e-3)  # noqa: E731
+    return prove_cases(job.model, shard, job.loss, make_tx, batch, columns, **given)
+
+
+def tokens_of(job: Job) -> int:
+    """Return the length of rows in a proof."""
+    return min(job.seq_len, _TOKENS)
