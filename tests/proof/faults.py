@@ -222,7 +222,7 @@ class Attend(Net):
         at = jfsdp.positions(x)
         x = super().hidden(x + jnp.sin(at[..., None] * 0.3))
         heads = x.reshape(*x.shape[:2], 4, -1)
-        return jfsdp.attention(heads, heads, heads, is_causal=True).reshape(x.shape)
+        return jfsdp.attention(heads, heads, heads, causal=True).reshape(x.shape)
 
 
 def manual_axes(*names):
