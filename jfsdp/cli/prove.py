@@ -58,7 +58,6 @@ class Prove(Reporting, ShardingOptions):
         job, changed = (job, {}) if self.whole else jobs.cut_to_size(job)
         accumulate = [self.accumulate] if self.accumulate else [1, 2]
         columns: dict[str, Any] = {
-            "mesh": [dict(self.mesh)] if self.mesh else None,
             "strategy": [self.strategy] if self.strategy is not None else STRATEGIES,
             "program": [self.program] if self.program else None,
             "accumulate": accumulate,
@@ -74,7 +73,8 @@ class Prove(Reporting, ShardingOptions):
             console.print(f"{job.name} cut to size: {write(tuple(changed.items()))}")
         with self.phases() as report:
             show = lambda one: report(f"{one.case.name}: {one.status}")  # noqa: E731
-            proof = jobs.prove_job(options, job, columns, batch=batch, every=self.all, steps=self.steps, on_case=show)
+            given = {"batch": batch, "every": self.all, "steps": self.steps, "on_case": show}
+            proof = jobs.prove_job(options, job, columns, [dict(self.mesh)] if self.mesh else None, **given)
 
         def print_proof() -> None:
             num = sum(one.status == "equal" for one in proof.cases)

@@ -137,10 +137,8 @@ def _branches(program: Program) -> Found:
         if inst.opcode == "conditional":
             inside = [inner for name in inst.called for inner in _below(program.module, name)]
             if found := [inner for inner in inside if collective_kind(inner)]:
-                yield (
-                    f"{inst.name}: a branch has {len(found)} collectives, first {collective_kind(found[0])} {found[0].name}",
-                    _place(inst),
-                )
+                first = f"{collective_kind(found[0])} {found[0].name}"
+                yield f"{inst.name}: a branch has {len(found)} collectives, first {first}", _place(inst)
 
 
 def _below(module: Module, name: str) -> Iterator[Instruction]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jfsdp.layout.mesh import CONTEXT, EXPERT, PIPE
@@ -33,44 +34,57 @@ class Case:
         return f"{mesh} {getattr(self.strategy, 'name', self.strategy)} {self.program or 'auto'}{more}"
 
 
-def meshes(num_devices: int, axes: Sequence[str]) -> list[dict[str, int]]:
-    """Return the meshes of a proof: the devices on `fsdp`, and two of them on each other axis, alone and together.
+def cover(columns: Mapping[str, Sequence[Any]], allows: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Return rows with one value per column that contain every pair of values of any two columns (greedy).
 
     Args:
-      axes: those that the model supports, other than `replica` and `fsdp`.
+      allows: whether a row is possible.
     """
-    others = ["replica", *axes] if num_devices > 1 else []
-    found: list[dict[str, int]] = [{"fsdp": num_devices}, *({axis: 2, "fsdp": num_devices // 2} for axis in others)]
-    pairs = itertools.combinations([axis for axis in others if axis != PIPE], 2) if num_devices % 4 == 0 else ()
-    found += [{one: 2, other: 2, "fsdp": num_devices // 4} for one, other in pairs if {one, other} != {CONTEXT, EXPERT}]
-    return found
-
-
-def cover(columns: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return rows with one value per column that contain every pair of values of any two columns (greedy)."""
-    names = list(columns)
-    places = list(itertools.combinations(range(len(names)), 2))
-    rows = list(itertools.product(*(range(len(columns[name])) for name in names)))
-    missing = {(i, row[i], j, row[j]) for row in rows for i, j in places}
-    found = []
+    rows = [row for values in itertools.product(*columns.values()) if allows(row := dict(zip(columns, values)))]
+    pairs = [set(itertools.combinations(sorted((name, repr(x)) for name, x in row.items()), 2)) for row in rows]
+    missing, found = set[Any]().union(*pairs), []
     while missing:
-        row = max(rows, key=lambda row: sum((i, row[i], j, row[j]) in missing for i, j in places))
-        missing -= {(i, row[i], j, row[j]) for i, j in places}
-        found.append({name: columns[name][place] for name, place in zip(names, row, strict=True)})
+        best = max(range(len(rows)), key=lambda place: len(pairs[place] & missing))
+        missing -= pairs[best]
+        found.append(rows[best])
     return found
 
 
-def choose_cases(wanted: Mapping[str, Sequence[Any]], *, every: bool = False) -> list[Case]:
+def choose_cases(
+    wanted: Mapping[str, Sequence[Any]],
+    meshes: Sequence[Mapping[str, int]] | None,
+    num_devices: int,
+    axes: Sequence[str] = (),
+    *,
+    every: bool = False,
+) -> list[Case]:
     """Return a covering set of cases, or every combination.
 
     Args:
-      wanted: the values of each field of `Case`; meshes as sizes by axis.
+      wanted: the values of each field of `Case` other than the mesh.
+      meshes: sizes by axis; None: two devices on up to two of the axes at once, and the others on `fsdp`.
+      axes: those that the model supports, other than `replica` and `fsdp`.
     """
-    columns = {name: [tuple(x.items()) if name == "mesh" else x for x in values] for name, values in wanted.items()}
-    if every:
-        rows = [dict(zip(columns, row, strict=True)) for row in itertools.product(*columns.values())]
-    else:
-        rows = cover(columns)
-    # A pipeline exists in program manual only, and its microbatches fill the stages.
-    fixed = ({**row, "program": "manual", "accumulate": 2} if PIPE in dict(row["mesh"]) else row for row in rows)
-    return list(dict.fromkeys(Case(**row) for row in fixed))
+    others = ["replica", *axes] if meshes is None and num_devices > 1 else []
+    columns = {**wanted, **(dict.fromkeys(others, (1, 2)) if meshes is None else {"mesh": meshes})}
+    most = min(2, (num_devices & -num_devices).bit_length() - 1)  # devices for at most this number of axes of size 2
+
+    def allows(row: dict[str, Any]) -> bool:
+        used = [axis for axis in others if row[axis] > 1]
+        return len(used) <= most and not {PIPE, CONTEXT} <= {*used}
+
+    rows = (
+        cover(columns, allows)
+        if not every
+        else [row for values in itertools.product(*columns.values()) if allows(row := dict(zip(columns, values)))]
+    )
+    return list(dict.fromkeys(_case(row, others, num_devices) for row in rows))
+
+
+def _case(row: dict[str, Any], others: Sequence[str], num_devices: int) -> Case:
+    sizes = {axis: row.pop(axis) for axis in others}
+    used = {axis: size for axis, size in sizes.items() if size > 1}
+    mesh = row.pop("mesh", None) or {**used, "fsdp": num_devices // math.prod(used.values())}
+    row |= {"program": "manual"} if {PIPE, EXPERT} & mesh.keys() else {}  # these exist in program manual only
+    row |= {"accumulate": 2} if PIPE in mesh else {}  # microbatches fill the stages
+    return Case(tuple(mesh.items()), **row)

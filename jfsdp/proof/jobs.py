@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -84,6 +84,7 @@ def prove_job(
     options: ShardingOptions,
     job: Job,
     columns: Mapping[str, Any],
+    meshes: Sequence[Mapping[str, int]] | None = None,
     *,
     batch: Any,
     every: bool = False,
@@ -95,7 +96,7 @@ def prove_job(
 
     Args:
       options: those of the sharding, except the mesh and what `columns` vary.
-      columns: the values of each field of `Case`.
+      columns, meshes: as in `choose_cases`.
 
     Raises:
       ValueError: for options that change the numbers of a step by design, naming them.
@@ -117,7 +118,7 @@ def prove_job(
     given = {"steps": steps, "max_grad_norm": None, "wide": wide, "seed": 0, "on_case": on_case, "every": every}
     given["axes"] = [CONTEXT] if job.in_context else []
     make_tx = lambda model: make_optimizer(options, job, model, 1e-3)  # noqa: E731
-    return prove_cases(job.model, shard, job.loss, make_tx, batch, columns, **given)
+    return prove_cases(job.model, shard, job.loss, make_tx, batch, columns, meshes, **given)
 
 
 def tokens_of(job: Job) -> int:

@@ -28,7 +28,6 @@ from jfsdp.layout.select import Selectors
 from jfsdp.layout.wrapped import WrappedModel
 from jfsdp.modules.adapt import as_model
 from jfsdp.proof.cases import STRATEGIES, Case, choose_cases
-from jfsdp.proof.cases import meshes as default_meshes
 from jfsdp.proof.causes import Cause, explain
 from jfsdp.proof.compare import Difference, capture, differences, run_case
 from jfsdp.proof.reference import FAST_TO_COMPILE, Reference, Values
@@ -135,7 +134,8 @@ def prove(
       loss_fn: as in `ShardedModel.train_step`.
       batch: arrays of one global batch, a multiple of the devices times the microbatches. Each step takes its rows in
         another order.
-      meshes: sizes by axis; None: all devices on `fsdp`, and two of them on each other axis that the model supports.
+      meshes: sizes by axis; None: two devices on up to two at once of the other axes that the model supports, and the
+        rest on `fsdp`.
       strategies, programs, accumulate, reshard_after_forward, remat: values to try; `programs=None` tries both programs
         for a loss that is a sum with its weight, and "xla" for a scalar.
       every: try every combination; by default each pair of values occurs together in some case.
@@ -153,7 +153,7 @@ def prove(
             "XLA_FLAGS=--xla_force_host_platform_device_count=8 in the environment, before JAX starts"
         )
     places = {"units": units, "placements": placements, "axis_rules": axis_rules, "frozen": frozen}
-    columns = {"mesh": meshes, "strategy": strategies, "program": programs, "accumulate": accumulate}
+    columns = {"strategy": strategies, "program": programs, "accumulate": accumulate}
     columns |= {"reshard": reshard_after_forward, "remat": remat}
 
     def shard(case: Case, widen: Callable[[Any], Any]) -> ShardedModel:
@@ -161,7 +161,7 @@ def prove(
         return fully_shard(widen(model), mesh=make_case_mesh(case), **options, **places)
 
     given = {"steps": steps, "max_grad_norm": max_grad_norm, "wide": wide, "seed": seed, "on_case": on_case}
-    return prove_cases(model, shard, loss_fn, lambda model: tx, batch, columns, every=every, **given)
+    return prove_cases(model, shard, loss_fn, lambda model: tx, batch, columns, meshes, every=every, **given)
 
 
 def make_case_mesh(case: Case) -> Mesh:
@@ -189,6 +189,7 @@ def prove_cases(
     make_tx: Callable[[ShardedModel], optax.GradientTransformation],
     batch: Any,
     columns: Mapping[str, Any],
+    meshes: Sequence[Mapping[str, int]] | None,
     *,
     every: bool,
     steps: int,
@@ -230,12 +231,11 @@ def prove_cases(
         )
         if columns["program"] is None:
             columns = {**columns, "program": ("manual", "xla") if one.is_sum else ("xla",)}
-        if columns["mesh"] is None:
+        if meshes is None:
             axes = [*axes, *_axes(shard, has_sum=one.is_sum)]
-            columns = {**columns, "mesh": default_meshes(jax.device_count(), axes)}
         values: dict[Any, tuple[Values, Values]] = {}
         proved = []
-        for case in choose_cases(columns, every=every):
+        for case in choose_cases(columns, meshes, jax.device_count(), axes, every=every):
             reference = alike if case.program != "xla" and one.draws else one
             key = reference is alike, case.accumulate
             if key not in values:
