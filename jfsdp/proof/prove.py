@@ -29,7 +29,7 @@ from jfsdp.layout.wrapped import WrappedModel
 from jfsdp.modules.adapt import as_model
 from jfsdp.proof.cases import STRATEGIES, Case, choose_cases
 from jfsdp.proof.causes import Cause, explain
-from jfsdp.proof.compare import Difference, capture, differences, run_case
+from jfsdp.proof.compare import Difference, Run, capture, differences, run_case
 from jfsdp.proof.reference import FAST_TO_COMPILE, Reference, Values
 from jfsdp.train.fully_shard import fully_shard
 from jfsdp.train.sharded import ShardedModel
@@ -209,26 +209,24 @@ def prove_cases(
     """
     with jax.enable_x64(wide), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        batches = [jax.tree.map(lambda x, i=i: np.roll(x, i, 0) if np.ndim(x) else x, batch) for i in range(steps)]
+        rows = jax.tree.map(lambda x: _widen(x) if wide and np.ndim(x) else x, batch)
+        batches = [jax.tree.map(lambda x, i=i: np.roll(x, i, 0) if np.ndim(x) else x, rows) for i in range(steps)]
         whole = shard(Case((("fsdp", 1),)), lambda model: model)
         trained = frozenset(leaf.path for leaf in whole.layout.leaves if leaf.trainable)
-
-        def refer(is_wide: bool) -> Reference:
-            base = as_model(model)
-            made = jax.jit(base.create, compiler_options=FAST_TO_COMPILE)(seed)
-            arrays = jax.tree.map(_widen, made) if is_wide else made
-            return Reference(base, loss_fn, make_tx(whole), *arrays, trained, batches, max_grad_norm)
-
-        one, note = refer(wide), ""
+        base = as_model(model)
+        made = jax.jit(base.create, compiler_options=FAST_TO_COMPILE)(seed)
+        arrays = jax.tree.map(_widen, made) if wide else made
+        one = Reference(base, loss_fn, make_tx(whole), *arrays, trained, batches, max_grad_norm)
         try:
             one.jaxpr  # noqa: B018
         except (TypeError, ValueError) as error:
             if not wide:
                 raise
-            one, wide, note = refer(False), False, f"; float64 fails: {str(error).splitlines()[0]}"
-        alike = dataclasses.replace(
-            one, state={name: same_bits(x) if is_key(x) else x for name, x in one.state.items()}
-        )
+            given = {"steps": steps, "max_grad_norm": max_grad_norm, "seed": seed, "on_case": on_case, "axes": axes}
+            found = prove_cases(model, shard, loss_fn, make_tx, batch, columns, every=every, wide=False, **given)
+            return dataclasses.replace(found, note=f"; float64 fails: {str(error).splitlines()[0]}")
+        same = {name: same_bits(x) if is_key(x) else x for name, x in one.state.items()}
+        alike = dataclasses.replace(one, state=same)
         if columns["program"] is None:
             columns = {**columns, "program": ("manual", "xla") if one.is_sum else ("xla",)}
         if meshes is None:
@@ -244,7 +242,7 @@ def prove_cases(
             proved.append(_prove(case, shard, weights, make_tx, reference, *values[key]))
             on_case(proved[-1])
         dtype = str(next(x.dtype for x in one.params.values() if jnp.issubdtype(x.dtype, jnp.floating)))
-        return Proof(tuple(proved), dtype, one.eps, note)
+        return Proof(tuple(proved), dtype, one.eps)
 
 
 def _widen(x: jax.Array) -> jax.Array:
@@ -262,6 +260,15 @@ def with_weights(model: Any, reference: Reference) -> Any:
         raise ValueError(f"prove: {min(other)} is a parameter on some meshes only, so there is no reference for it")
     plain = base.plain(reference.params, reference.state)
     return (*model[:2], plain) if isinstance(model, tuple | list) else plain
+
+
+def _torn(reference: Reference, one: Values, run: Run) -> Cause | None:
+    """Return that the losses of microbatches do not add up to the loss of all rows, if they should."""
+    total, weight, *_ = reference.gradient(reference.params, reference.state, reference.batches[0])
+    pair = float(total / weight), float(one.arrays["loss", "step 1"])
+    if reference.draws or not run.adds_up or math.isclose(*pair, rel_tol=1e-4 + 16 * reference.eps):
+        return None
+    return Cause("coupled-rows", f"the loss is {pair[0]:g} for all rows, and {pair[1]:g} for the sum over microbatches")
 
 
 def _prove(
@@ -285,7 +292,7 @@ def _prove(
     except ValueError as error:
         return Proved(case, REFUSED, (), Cause("refused-loss", str(error)), 0.0, time.perf_counter() - begin)
     found = differences(run.values, one, moved, reference.eps)
-    cause = explain(reference, one, run, case.accumulate, found) if found or run.copies else None
+    cause = explain(reference, one, run, case.accumulate, found) if found or run.copies else _torn(reference, one, run)
     given, wanted = run.values.of("gradient"), one.of("gradient")
     gaps = [np.linalg.norm(given[n] - x) / (np.linalg.norm(x) or 1.0) for n, x in wanted.items() if n in given]
     seconds = time.perf_counter() - begin

@@ -1,7 +1,7 @@
 """Faults in losses, models and the engine, as users and maintainers make them, with the causes that `prove` may name.
 
-Inspired by the tracker of other libraries: Megatron-LM#7452 and #5047, transformers#48687, #48690 and #36607, Automodel#2995,
-text-generation-inference#1036, Fast-LLM#551, pytorch#170862, verl#7493, jax#3970, openxla/xla#46231.
+Inspired by the tracker of other libraries: Megatron-LM#7452 and #5047, transformers#48687, #48690 and #36607,
+Automodel#2995, text-generation-inference#1036, Fast-LLM#551, pytorch#170862, verl#7493, jax#3970, openxla/xla#46231.
 """
 
 from __future__ import annotations
@@ -207,7 +207,12 @@ class Mixture(nnx.Module):
     """A layer of experts; `gate` changes the router's logits."""
 
     def __init__(self, rngs, gate=lambda logits: logits):
-        self.first, self.router, self.experts, self.gate = weight(rngs, DIM, DIM), weight(rngs, DIM, 4), Experts(rngs), gate
+        self.first, self.router, self.experts, self.gate = (
+            weight(rngs, DIM, DIM),
+            weight(rngs, DIM, 4),
+            Experts(rngs),
+            gate,
+        )
 
     def __call__(self, x):
         x = jnp.tanh(x @ self.first[...])
@@ -320,8 +325,8 @@ def summed(model, batch):
 
 
 def averaged(model, batch):
-    loss, axes = squares(model, batch), manual_axes()
-    return jfsdp.Loss(jax.lax.pmean(loss.total, axes) if axes else loss.total, loss.weight)
+    loss = squares(model, batch)
+    return jfsdp.Loss(loss.total / num_devices(), loss.weight)
 
 
 def penalized(model, batch):
@@ -342,6 +347,11 @@ def pooled(model, batch):
     """A number of the mean over the tokens of a row."""
     losses = jnp.square(jnp.tanh(model(batch["x"]).mean(1)) - batch["label"][:, None]).mean(-1)
     return jfsdp.Loss(losses.sum(), len(losses))
+
+
+def pooled_by_token(model, batch):
+    loss = pooled(model, batch)
+    return jfsdp.Loss(loss.total * batch["x"].shape[1], batch["x"].shape[0] * batch["x"].shape[1])
 
 
 def predicted(model, batch):
@@ -674,13 +684,14 @@ FAULTS = [
         ("detached", "coupled-rows"),
     ),
     Fault("loss: pairs of neighbouring rows, torn by microbatches", of(loss_fn=pairs, accumulate=2), ("coupled-rows",)),
-    Fault("loss: noise from a key made in the loss", of(loss_fn=noisy), ("shared-key", "random-masks")),
+    Fault("loss: noise from a key made in the loss", of(loss_fn=noisy), ("shared-key", "random-masks", "refused-loss")),
     Fault("loss: noise of the host, drawn in each trace", of(loss_fn=host_noise), ("random-masks",)),
     Fault("loss: its sum over devices is summed again", of(loss_fn=summed, strategy="zero1"), ("factor",)),
-    Fault("loss: its mean over devices in place of the sum", of(loss_fn=averaged, mesh=GRID), ("factor",)),
+    Fault("loss: its total is divided by the number of devices", of(loss_fn=averaged, mesh=GRID), ("factor",)),
     Fault("loss: a part times the number of devices", of(loss_fn=penalized), ("factor",)),
     Fault("loss: next tokens of a device's tokens", with_tokens(Net, shifted), ("coupled-tokens",)),
-    Fault("loss: of a mean over a device's tokens", with_tokens(Net, pooled), ("coupled-tokens",)),
+    Fault("loss: of a mean over a device's tokens", with_tokens(Net, pooled), ("refused-loss",)),
+    Fault("loss: of a mean over a device's tokens, by token", with_tokens(Net, pooled_by_token), ("coupled-tokens",)),
     # Models.
     Fault("model: batch norm of a device's rows", of(hidden(batch_norm)), ("coupled-rows",)),
     Fault("model: positions of a device's tokens", with_tokens(hidden(own_positions)), ("coupled-tokens",), quick=True),
@@ -690,7 +701,7 @@ FAULTS = [
     Fault(
         "model: dropout by a key of a counter in the state",
         of(functools.partial(Counted, draws=True)),
-        ("shared-key", "random-masks"),
+        ("shared-key", "random-masks", "refused-loss"),
     ),
     Fault(
         "model: no sum over axis tensor",
@@ -718,7 +729,11 @@ FAULTS = [
         ("detached",),
         quick=True,
     ),
-    Fault("model: a balance loss of a device's tokens", with_tokens(Mixture, own_balance, mesh={"fsdp": 4}), ("coupled-rows",)),
+    Fault(
+        "model: a balance loss of a device's tokens",
+        with_tokens(Mixture, own_balance, mesh={"fsdp": 4}),
+        ("coupled-rows",),
+    ),
     Fault(
         "model: one use of a tied matrix is detached",
         of(functools.partial(Tied, detaches=True), predicted, batch=token_batch()),
@@ -729,15 +744,25 @@ FAULTS = [
         "engine: no sum over replicas",
         of(mesh=GRID),
         ("missing-sum", "partial-copies"),
-        collecting(lambda run, axes, value, dim: value, lambda move, leaf: is_sum(move, leaf) and "replica" in move.axes),
+        collecting(
+            lambda run, axes, value, dim: value, lambda move, leaf: is_sum(move, leaf) and "replica" in move.axes
+        ),
         quick=True,
     ),
-    Fault("engine: a device keeps its part of its own sum", of(), ("missing-sum",), collecting(own_part, is_sum), quick=True),
+    Fault(
+        "engine: a device keeps its part of its own sum",
+        of(),
+        ("missing-sum",),
+        collecting(own_part, is_sum),
+        quick=True,
+    ),
     Fault(
         "engine: no sum of one leaf, ddp",
         of(strategy="ddp"),
         ("missing-sum", "partial-copies"),
-        collecting(lambda run, axes, value, dim: value, lambda move, leaf: leaf.path == "up.bias" and is_sum(move, leaf)),
+        collecting(
+            lambda run, axes, value, dim: value, lambda move, leaf: leaf.path == "up.bias" and is_sum(move, leaf)
+        ),
     ),
     Fault(
         "engine: no last sum, zero1",
@@ -751,7 +776,12 @@ FAULTS = [
         ("factor",),
         collecting(lambda run, axes, value, dim: run(run(value)), is_sum),
     ),
-    Fault("engine: sums of program xla are summed twice", of(program="xla", units=[nnx.Linear]), ("factor",), double_reduce),
+    Fault(
+        "engine: sums of program xla are summed twice",
+        of(program="xla", units=[nnx.Linear]),
+        ("factor",),
+        double_reduce,
+    ),
     Fault(
         "engine: gradients are divided by the number of microbatches",
         of(strategy="zero2", accumulate=2),
@@ -762,13 +792,14 @@ FAULTS = [
         "engine: rows of one device count twice",
         of(),
         ("unequal-weights",),
-        collecting(
-            lambda run, axes, value, dim: run(value * jnp.where(jax.lax.axis_index(axes) == 0, 2, 1)), is_sum
-        ),
+        collecting(lambda run, axes, value, dim: run(value * jnp.where(jax.lax.axis_index(axes) == 0, 2, 1)), is_sum),
     ),
     Fault("engine: only the last microbatch", of(accumulate=2, strategy="zero2"), ("missing-sum",), last_microbatch),
     Fault(
-        "engine: the first microbatch twice", of(accumulate=2), ("unequal-weights", "missing-sum"), first_microbatch_twice
+        "engine: the first microbatch twice",
+        of(accumulate=2),
+        ("unequal-weights", "missing-sum"),
+        first_microbatch_twice,
     ),
     Fault(
         "engine: gradients of experts are divided by axis expert",
@@ -797,7 +828,9 @@ FAULTS = [
     Fault("engine: the reported loss is a sum over devices", of(), ("factor",), scaled_loss),
     # The engine: values and places.
     Fault("engine: sums in bfloat16", of(), ("cast",), collecting(cast_to(jnp.bfloat16), is_sum), quick=True),
-    Fault("engine: sums in float16, program xla", of(program="xla", units=[nnx.Linear]), ("cast",), low_precision_reduce),
+    Fault(
+        "engine: sums in float16, program xla", of(program="xla", units=[nnx.Linear]), ("cast",), low_precision_reduce
+    ),
     Fault("engine: shards of gradients on the next device", of(), ("wrong-place",), collecting(rotate_shards, is_sum)),
     Fault(
         "engine: gathered weights in another order",
