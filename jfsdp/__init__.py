@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from jfsdp.layout.wrapped import quantize as quantize
     from jfsdp.moe import experts as experts
     from jfsdp.moe import sum_over_devices as sum_over_devices
-    from jfsdp.proof.prove import Proof as Proof
     from jfsdp.proof.prove import prove as prove
     from jfsdp.train.fully_shard import fully_shard as fully_shard
     from jfsdp.train.sharded import ShardedModel as ShardedModel

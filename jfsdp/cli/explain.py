@@ -21,6 +21,7 @@ from jfsdp.trainer.options import Mesh, ShardingOptions, as_options, make_optimi
 from jfsdp.trainer.parse import read_mesh
 
 if TYPE_CHECKING:
+    from jfsdp.plan.traffic.activations import Value
     from jfsdp.train.state import TrainState
     from jfsdp.train.state_bytes import StateBytes
 
@@ -38,19 +39,31 @@ class Explain(Reporting, ShardingOptions):
     wide: bool = option(False, "output")
     """Add a table of leaves with unit, stages, bytes, and the reason for the sharding."""
 
+    activations: bool = option(False, "output")
+    """Add a table of the step's matrix products and named values, forward and backward: their shapes, and how each dim
+    is split. Inside a shard_map shapes are those of one device."""
+
     def run(self) -> int:
         from jfsdp.train.state_bytes import explain_to_dict
 
         with self.phases() as report:
             report(f"tracing {self.model or self.factory} and its step")
-            state, program = self._abstract()
+            state, program, values = self._abstract()
         table = explain_to_dict(state)
         table["warnings"] = [*program["warnings"], *table["warnings"]]
-        self.report(program | table, lambda: _print(state, program, self.wide))
+        table |= {"activations": [dataclasses.asdict(value) for value in values]} if self.activations else {}
+
+        def show() -> None:
+            _print(state, program, self.wide)
+            if self.activations:
+                _print_values(values, program["program"])
+
+        self.report(program | table, show)
         return 0
 
-    def _abstract(self) -> tuple[TrainState, dict[str, Any]]:
-        """Return the abstract state, and the step's program, its reason and warnings."""
+    def _abstract(self) -> tuple[TrainState, dict[str, Any], list[Value]]:
+        """Return the abstract state, the step's program with its reason and warnings, and activations if wanted."""
+        from jfsdp.plan.traffic.activations import list_values
         from jfsdp.trainer.step import make_batch
 
         job = load_job(self.model, self.factory).with_config(**dict(self.model_config))
@@ -59,13 +72,14 @@ class Explain(Reporting, ShardingOptions):
             model = shard_job(self, job, make_abstract_mesh(dict(self.mesh)))
         tx = make_optimizer(self, job, model, 1e-3)
         step, state = model.train_step(job.loss, tx, **step_arguments(self)), model.abstract_state(tx)
-        rows = num_data_shards(dict(model.layout.mesh_sizes)) * self.accumulate
+        batch = make_batch(job, num_data_shards(dict(model.layout.mesh_sizes)) * self.accumulate, job.seq_len)
         with warnings.catch_warnings(record=True) as found:
             warnings.simplefilter("always")
-            spec = step.resolve(make_batch(job, rows, job.seq_len))  # raises the errors of training
+            spec = step.resolve(batch)  # raises the errors of training
         messages = [str(warning.message) for warning in found]
         program = {"program": spec.program, "reason": as_options(spec.reason), "warnings": messages}
-        return state, program | {"products": dict(spec.products)}
+        values = list_values(step.read_trace(state, batch), model.layout) if self.activations else []
+        return state, program | {"products": dict(spec.products)}, values
 
 
 def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
@@ -116,6 +130,18 @@ def _leaves(layout: Layout, count: StateBytes) -> Any:
         counted = (f"{size:,}" for size in sizes)
         table.add_row(leaf.path, shape, leaf.unit or "(root)", *stages, *counted, reason(layout, leaf))
     return table
+
+
+def _print_values(values: list[Value], program: str) -> None:
+    whose = "one device's rows and tokens" if program == "manual" else "all devices"
+    table = make_table("value", "dtype", f"shape, of {whose}", "split", "pending sum")
+    for value in values:
+        split = [f"dim {dim} over {' x '.join(axes)}" for dim, axes in enumerate(value.split) if axes]
+        shape = " ".join(map(str, value.shape))
+        table.add_row(value.source, value.dtype, shape, ", ".join(split) or "-", ", ".join(value.unreduced))
+    console = make_console()
+    console.print()
+    console.print(table)
 
 
 def _totals(count: StateBytes) -> str:

@@ -21,7 +21,6 @@ from jfsdp.trainer.options import ShardingOptions, make_optimizer, place_model, 
 from jfsdp.trainer.step import make_batch
 
 MOST_PARAMETERS = 2**18  # of a model that is cut to size
-_LEAST = 2  # of each field
 _TOKENS = 32
 _REFUSED = ("param_dtype", "reduce_dtype", "frozen_dtype", "gather_wire", "reduce_wire", "matmul", "quantized", "lora")
 
@@ -29,23 +28,27 @@ _REFUSED = ("param_dtype", "reduce_dtype", "frozen_dtype", "gather_wire", "reduc
 def cut_to_size(job: Job, most: int = MOST_PARAMETERS) -> tuple[Job, dict[str, int]]:
     """Return a job with a smaller model of the same kind, and the fields of its configuration that changed.
 
-    Halves, again and again, the field whose half removes the most parameters, as long as the model can be made.
+    Halves, again and again, the field whose half removes the most parameters, as long as the model can be made. Fields
+    from 256 on stay at 32 or more, others at 2 or more.
 
     Args:
       most: the number of parameters to stay below.
     """
-    fields: dict[str, int] = {}
+    changed: dict[str, int] = {}
     count = num_parameters(job) or 0
-    while count > most and dataclasses.is_dataclass(job.config):
-        values = {field.name: getattr(job.config, field.name) for field in dataclasses.fields(job.config)}
-        halves = {name: x // 2 for name, x in values.items() if type(x) is int and x // 2 >= _LEAST and not x % 2}
-        tried = {name: (_with(job, name, half)) for name, half in halves.items()}
-        counts = {name: num for name, other in tried.items() if other and (num := num_parameters(other)) is not None}
-        best = min(counts, key=lambda name: counts[name], default=None)
-        if best is None or counts[best] >= count:
+    sizes = vars(job.config) if dataclasses.is_dataclass(job.config) else {}
+    least = {name: 32 if size >= 256 else 2 for name, size in sizes.items() if type(size) is int}
+    while count > most:
+        part = 4 if count > 64 * most else 2
+        tried = {name: size // part for name in least if (size := getattr(job.config, name)) // part >= least[name]}
+        jobs = {name: other for name, size in tried.items() if (other := _with(job, name, size))}
+        counts = {name: num for name, other in jobs.items() if (num := num_parameters(other)) and num < count}
+        if not counts:
             break
-        job, count, fields[best] = tried[best] or job, counts[best], halves[best]
-    return job, fields
+        least = {name: least[name] for name in counts}  # no other field removes parameters
+        best = min(counts, key=lambda name: counts[name])
+        job, count, changed[best] = jobs[best], counts[best], tried[best]
+    return job, changed
 
 
 def _with(job: Job, name: str, value: int) -> Job | None:

@@ -142,6 +142,10 @@ def prove(
       wide: compute in float64 where the model allows; otherwise in the dtype of its parameters.
       on_case: called after each case.
 
+    Returns:
+      The cases with their differences and causes, as text (`str(proof)`) and data (`proof.to_dict()`). `proof.is_ok`
+      is whether some case ran, and none differs.
+
     Raises:
       ValueError: for a wrapped model, and if one device cannot run the model.
     """

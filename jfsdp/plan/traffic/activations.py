@@ -38,7 +38,7 @@ from jfsdp import moe
 from jfsdp.compat import dce_jaxpr, manual_axes
 from jfsdp.context import rows as context
 from jfsdp.engine.engine import SCOPE
-from jfsdp.jaxprs import inner_jaxprs, is_literal, scan_counts
+from jfsdp.jaxprs import describe, inner_jaxprs, is_literal, scan_counts
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.mesh import CONTEXT, EXPERT, MODEL_AXES, OUTER_FIRST, SUB_AXES
 from jfsdp.plan.hlo.collectives import PERMUTE, wire_bytes
@@ -69,6 +69,24 @@ class Sent:
 
 
 @dataclasses.dataclass(frozen=True)
+class Value:
+    """A value of a step: a matrix product, or one that `checkpoint_name` names.
+
+    Attributes:
+      source: the user's line and operation, or the name.
+      dtype, shape: in the trace; inside a `shard_map`, of one device's rows and tokens.
+      split: for each dim, the mesh axes that split it further.
+      unreduced: the axes over which it is a pending sum.
+    """
+
+    source: str
+    dtype: str
+    shape: tuple[int, ...]
+    split: tuple[tuple[str, ...], ...]
+    unreduced: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class Activations:
     """The activations that a step must send; see [Note: theory of activations].
 
@@ -91,6 +109,7 @@ class _Walk:
     def __init__(self, layout: Layout):
         self.sent: list[Sent] = []
         self.used: set[Any] = set()  # inputs of visited operations
+        self.values: dict[Value, None] = {}
         self.times = 1
         self.current: dict[Any, tuple[Sent, float]] = {}  # sent values of the current operation, with their bytes
         self.sizes = dict(layout.mesh_sizes)
@@ -158,6 +177,20 @@ class _Walk:
                     self._run_explicit(axis, eqn)
             for axis in self.axes:
                 axis.compute(eqn)
+            if name in ("dot_general", "name"):
+                self._list(eqn)
+
+    def _list(self, eqn: Any) -> None:
+        """Record how the value of an operation is split."""
+        (var,), split, unreduced = eqn.outvars, [list[str]() for _ in eqn.outvars[0].aval.shape], list[str]()
+        for axis in self.axes:
+            form, names = axis.read(var), sorted(axis.names & self.sizes.keys())
+            unreduced += names if isinstance(form, Sum) else []
+            if isinstance(form, int):
+                split[form] += names
+        source = eqn.params["name"] if eqn.primitive.name == "name" else describe(eqn)
+        given = source, str(var.aval.dtype), var.aval.shape, tuple(map(tuple, split)), tuple(unreduced)
+        self.values.setdefault(Value(*given))
 
     def _run_explicit(self, axis: Axis, eqn: Any) -> None:
         """Record an explicit collective over an axis, of the kinds that pipelines, attention and experts use."""
@@ -220,6 +253,11 @@ class _Walk:
         self.times = outer
 
 
+def list_values(trace: Trace, layout: Layout) -> list[Value]:
+    """Return how the matrix products and named values of a step are split over the mesh, forward and backward."""
+    return list(_walk(trace, layout)[0].values)
+
+
 def find_activations(trace: Trace | None, layout: Layout) -> Activations:
     """Return the activations that a step must send; see [Note: theory of activations].
 
@@ -228,17 +266,22 @@ def find_activations(trace: Trace | None, layout: Layout) -> Activations:
     """
     if trace is None or not (_model_axes(layout) or {CONTEXT, EXPERT} & {*layout.data_axes}):
         return Activations((), ())
-    jaxpr, _ = dce_jaxpr(trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True)  # used values only
-    walk = _Walk(layout)
-    for axis in walk.axes:
-        axis.forms.update(zip(jaxpr.invars, map(axis.dim, trace.specs), strict=True))
-    walk.run(jaxpr)
+    walk, jaxpr = _walk(trace, layout)
     walk.current = {}
     for axis in walk.model_axes:
         for atom in jaxpr.outvars:
             if isinstance(axis.read(atom), Sum):
                 axis.reshard(atom, None, jaxpr.eqns[-1])
     return Activations(tuple(walk.sent), tuple(dict.fromkeys(op for axis in walk.model_axes for op in axis.unknown)))
+
+
+def _walk(trace: Trace, layout: Layout) -> tuple[_Walk, Any]:
+    jaxpr, _ = dce_jaxpr(trace.jaxpr, [True] * len(trace.jaxpr.outvars), instantiate=True)  # used values only
+    walk = _Walk(layout)
+    for axis in walk.axes:
+        axis.forms.update(zip(jaxpr.invars, map(axis.dim, trace.specs), strict=True))
+    walk.run(jaxpr)
+    return walk, jaxpr
 
 
 def _model_axes(layout: Layout) -> list[str]:

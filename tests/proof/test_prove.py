@@ -1,0 +1,93 @@
+"""`jfsdp.prove`: what it covers, compares and prints. tests/proof/test_faults.py seeds faults."""
+
+import itertools
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen
+
+import jfsdp
+from jfsdp.proof.cases import STRATEGIES, choose_cases
+from jfsdp.proof.jobs import MOST_PARAMETERS, cut_to_size, num_parameters, random_batch
+from jfsdp.trainer.job import find_job
+from tests.models_small import Lookup
+
+COLUMNS = {"strategy": STRATEGIES, "program": ("manual", "xla"), "accumulate": (1, 2), "remat": ("none", "full")}
+ONE = {"accumulate": (1,), "reshard_after_forward": (None,), "remat": ("none",)}
+
+
+def batch(rows=16, tokens=4):
+    rng = np.random.default_rng(0)
+    drawn = {name: rng.integers(0, 37, (rows, tokens)) for name in ("x", "y")}
+    return {**drawn, "weights": (rng.random((rows, tokens)) < 0.7).astype(np.float32)}
+
+
+def sums(model, rows):
+    losses = optax.softmax_cross_entropy_with_integer_labels(model(rows["x"]), rows["y"])
+    return jfsdp.Loss(jnp.sum(losses * rows["weights"]), jnp.sum(rows["weights"]))
+
+
+def mean(model, rows):
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(model(rows["x"]), rows["y"]))
+
+
+@pytest.mark.parametrize("axes", [(), ("tensor",), ("context", "tensor", "pipe", "expert")])
+def test_cases_contain_every_pair_that_exists(axes):
+    cases = choose_cases(COLUMNS, None, 8, axes)
+    sizes = [dict(case.mesh) for case in cases]
+    assert all(np.prod(list(size.values())) == 8 and size["fsdp"] >= 2 for size in sizes)
+    for one, other in itertools.combinations(("replica", *axes), 2):
+        assert any({one, other} <= size.keys() for size in sizes) == ({one, other} != {"context", "pipe"})
+    for axis, strategy in itertools.product(("replica", *axes), STRATEGIES):
+        assert any(case.strategy == strategy and axis in dict(case.mesh) for case in cases)
+    assert len(cases) <= 16 and len(choose_cases(COLUMNS, [{"fsdp": 8}], 8, every=True)) == 32
+
+
+def test_a_sum_equals_one_device_in_float64():
+    shown = []
+    options = {"meshes": [{"fsdp": 4}, {"replica": 2, "fsdp": 4}], "strategies": ("full_shard", "zero1"), **ONE}
+    proof = jfsdp.prove(Lookup, sums, optax.adamw(1e-3), batch(), **options, on_case=shown.append)
+    assert proof.is_ok and proof.dtype == "float64" and proof.cases == tuple(shown)
+    assert {case.case.program for case in proof.cases} == {"manual", "xla"}
+    assert all(case.worst < 1e-6 for case in proof.cases)
+    found = json.loads(json.dumps(proof.to_dict(), default=str))
+    assert found["ok"] and len(found["cases"]) == len(proof.cases)
+
+
+def test_a_mean_is_proved_in_program_xla():
+    class Net(linen.Module):
+        @linen.compact
+        def __call__(self, tokens):
+            return linen.Dense(37)(linen.Embed(37, 16)(tokens))
+
+    source = Net(), (np.zeros((1, 4), np.int32),)
+    proof = jfsdp.prove(source, mean, optax.sgd(0.1), batch(), meshes=[{"fsdp": 8}], strategies=("zero2",), **ONE)
+    assert proof.is_ok and [one.case.program for one in proof.cases] == ["xla"]
+
+
+def test_a_refusal_is_no_proof():
+    def unequal(model, rows):
+        losses = optax.softmax_cross_entropy_with_integer_labels(model(rows["x"]), rows["y"])
+        return jfsdp.Loss(jnp.sum(losses) / jnp.sum(rows["weights"]), jnp.ones(()))
+
+    options = {"meshes": [{"fsdp": 8}], "programs": ("manual",), "strategies": ("full_shard",), **ONE}
+    (one,) = (proof := jfsdp.prove(Lookup, unequal, optax.sgd(0.1), batch(), **options)).cases
+    assert not proof.is_ok and one.status == "refused" and "weight" in one.cause.text
+
+
+def test_adapters_are_refused():
+    adapted = jfsdp.lora(Lookup, jfsdp.LoRA(rank=2, targets="**.kernel"))
+    with pytest.raises(ValueError, match=r"jfsdp\.lora"):
+        jfsdp.prove(adapted, sums, optax.sgd(0.1), batch())
+
+
+@pytest.mark.parametrize("name", ["llama-8b", pytest.param("mixtral-8x7b", marks=pytest.mark.proof), "gpt2"])
+def test_models_are_cut_to_size(name):
+    job, changed = cut_to_size(find_job(name))
+    assert changed and num_parameters(job) <= 2 * MOST_PARAMETERS
+    assert {getattr(job.config, field) for field in changed} == {*changed.values()}
+    rows = random_batch(job, 8, 32)
+    assert rows["tokens"].shape == (8, 32) and rows["tokens"].max() < job.config.vocab_size
