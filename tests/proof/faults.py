@@ -681,14 +681,14 @@ FAULTS = [
     Fault(
         "loss: contrastive, keys gathered without a derivative",
         of(loss_fn=contrastive_of_gathered),
-        ("detached", "coupled-rows"),
+        ("detached", "coupled-rows", "backward"),
     ),
     Fault("loss: pairs of neighbouring rows, torn by microbatches", of(loss_fn=pairs, accumulate=2), ("coupled-rows",)),
     Fault("loss: noise from a key made in the loss", of(loss_fn=noisy), ("shared-key", "random-masks", "refused-loss")),
     Fault("loss: noise of the host, drawn in each trace", of(loss_fn=host_noise), ("random-masks",)),
     Fault("loss: its sum over devices is summed again", of(loss_fn=summed, strategy="zero1"), ("factor",)),
     Fault("loss: its total is divided by the number of devices", of(loss_fn=averaged, mesh=GRID), ("factor",)),
-    Fault("loss: a part times the number of devices", of(loss_fn=penalized), ("factor",)),
+    Fault("loss: a part times the number of devices", of(loss_fn=penalized), ("factor", "forward")),
     Fault("loss: next tokens of a device's tokens", with_tokens(Net, shifted), ("coupled-tokens",)),
     Fault("loss: of a mean over a device's tokens", with_tokens(Net, pooled), ("refused-loss",)),
     Fault("loss: of a mean over a device's tokens, by token", with_tokens(Net, pooled_by_token), ("coupled-tokens",)),
@@ -711,17 +711,17 @@ FAULTS = [
     Fault(
         "model: two sums over axis tensor",
         of(functools.partial(RowParallel, local=double_sum), mesh={"fsdp": 2, "tensor": 2}, placements=CUT),
-        ("factor",),
+        ("factor", "forward"),
     ),
     Fault(
         "model: a bias is added on each device of axis tensor",
         of(functools.partial(RowParallel, local=bias_on_each), mesh={"fsdp": 2, "tensor": 2}, placements=CUT),
-        ("factor",),
+        ("factor", "forward"),
     ),
     Fault(
         "model: cotangents are summed twice over axis tensor",
         of(functools.partial(RowParallel, local=sum_in_backward), mesh={"fsdp": 2, "tensor": 2}, placements=CUT),
-        ("factor",),
+        ("factor", "backward"),
     ),
     Fault(
         "model: the router's logits are gathered without a derivative",
@@ -737,7 +737,7 @@ FAULTS = [
     Fault(
         "model: one use of a tied matrix is detached",
         of(functools.partial(Tied, detaches=True), predicted, batch=token_batch()),
-        ("detached",),
+        ("detached", "backward"),
     ),
     # The engine: sums.
     Fault(
@@ -835,7 +835,7 @@ FAULTS = [
     Fault(
         "engine: gathered weights in another order",
         of(),
-        ("wrong-place",),
+        ("wrong-place", "forward"),
         collecting(rotate_whole, lambda move, leaf: move.kind == GATHER),
     ),
     Fault(
@@ -915,3 +915,6 @@ FAULTS = [
         of(functools.partial(RowParallel, local=whole_sum), mesh={"fsdp": 2, "tensor": 2}, placements=CUT),
     ),
 ]
+
+# Masks that devices share, and keys in a state, are not compared: random keys draw the same bits everywhere.
+UNSEEN = ("engine: devices share dropout masks", "engine: keys of the state stay a device's own")
