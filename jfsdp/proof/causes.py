@@ -22,7 +22,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jfsdp.layout.mesh import CONTEXT, ROW_AXES
-from jfsdp.layout.precision import is_key
 from jfsdp.proof.compare import Difference, Run
 from jfsdp.proof.reference import Reference, Values
 
@@ -180,22 +179,7 @@ def _of_updates(reference: Reference, one: Values, run: Run, accumulate: int, fo
 # Combinations of the gradients of parts.
 
 
-def masks(reference: Reference, run: Run) -> Cause | None:
-    """Return that devices share the random numbers of a step with one microbatch, or draw wrong ones."""
-    given, split = run.values.of("gradient"), num_parts(run, (CONTEXT,)) > 1
-    own, same = (_make_cells(reference, run, 1, split_tokens=split, folds=folds) for folds in (True, False))
-    if keys := [name for kind, name in run.copies if kind == "model state"]:
-        return Cause("model-state", f"devices have different copies of {_list(keys)}")
-    if _adds_up(own, given, list(given)):
-        return None
-    is_shared = _adds_up(same, given, list(given))
-    text = (
-        "devices draw the same numbers for their rows" if is_shared else "not the keys folded with the device's place"
-    )
-    return Cause("shared-key" if is_shared else "random-masks", text)
-
-
-def _make_cells(reference: Reference, run: Run, accumulate: int, *, split_tokens: bool, folds: bool = False) -> _Cells:
+def _make_cells(reference: Reference, run: Run, accumulate: int, *, split_tokens: bool) -> _Cells:
     sizes = dict(run.layout.mesh_sizes)
     axes = [(axis, sizes[axis]) for axis in axes_of_layout(run) if axis != CONTEXT or split_tokens]
     dims = (*((axis, size) for axis, size in axes if axis != CONTEXT), ("microbatch", accumulate))
@@ -212,17 +196,13 @@ def _make_cells(reference: Reference, run: Run, accumulate: int, *, split_tokens
                 return own
             return own[:, token * own.shape[1] // tokens : (token + 1) * own.shape[1] // tokens]
 
-        place = row * tokens + token
-        state = {name: _fold(x, place) if folds and is_key(x) else x for name, x in reference.state.items()}
-        _, weight, _, grad = reference.gradient(reference.params, state, jax.tree.map(cut, reference.batches[0]))
+        _, weight, _, grad = reference.gradient(
+            reference.params, reference.state, jax.tree.map(cut, reference.batches[0])
+        )
         grads.append(jax.device_get(grad))
         weights.append(float(weight))
     dims += ((CONTEXT, tokens),) if tokens > 1 else ()
     return _Cells(dims, tuple(grads), np.array(weights))
-
-
-def _fold(keys: jax.Array, place: int) -> jax.Array:
-    return jax.vmap(jax.random.fold_in, (0, None))(keys.reshape(-1), place).reshape(keys.shape)
 
 
 def _of_cells(cells: _Cells, run: Run, given: Any, wanted: Any, names: Sequence[str]) -> Iterator[Cause]:

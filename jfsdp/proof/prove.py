@@ -28,7 +28,7 @@ from jfsdp.layout.select import Selectors
 from jfsdp.layout.wrapped import WrappedModel
 from jfsdp.modules.adapt import as_model
 from jfsdp.proof.cases import STRATEGIES, Case, choose_cases
-from jfsdp.proof.causes import Cause, explain, masks
+from jfsdp.proof.causes import Cause, explain
 from jfsdp.proof.compare import Difference, Run, capture, differences, run_case
 from jfsdp.proof.reference import FAST_TO_COMPILE, Reference, Values
 from jfsdp.train.fully_shard import fully_shard
@@ -243,7 +243,7 @@ def prove_cases(
             if key not in values:
                 values[key] = reference.train(case.accumulate), reference.train(case.accumulate, reference.moved())
             weights = functools.partial(with_weights, reference=one)
-            proved.append(_prove(case, shard, weights, make_tx, one, reference, *values[key]))
+            proved.append(_prove(case, shard, weights, make_tx, reference, *values[key]))
             on_case(proved[-1])
         dtype = str(next(x.dtype for x in one.params.values() if jnp.issubdtype(x.dtype, jnp.floating)))
         return Proof(tuple(proved), dtype, one.eps)
@@ -280,7 +280,6 @@ def _prove(
     shard: Shard,
     widen: Callable[[Any], Any],
     make_tx: Callable[[ShardedModel], optax.GradientTransformation],
-    real: Reference,
     reference: Reference,
     one: Values,
     moved: Values,
@@ -291,14 +290,13 @@ def _prove(
         tx = capture(make_tx(model))
         options = {"program": case.program, "accumulate": case.accumulate, "max_grad_norm": reference.max_grad_norm}
         options["compiler_options"] = FAST_TO_COMPILE
-        make_step = lambda check: model.train_step(reference.loss_fn, tx, check_loss=check, **options)  # noqa: E731
-        run = run_case(model, make_step, tx, reference)
+        run = run_case(
+            model, lambda check: model.train_step(reference.loss_fn, tx, check_loss=check, **options), tx, reference
+        )
     except ValueError as error:
         return Proved(case, REFUSED, (), Cause("refused-loss", str(error)), 0.0, time.perf_counter() - begin)
     found = differences(run.values, one, moved, reference.eps)
     cause = explain(reference, one, run, case.accumulate, found) if found or run.copies else _torn(reference, one, run)
-    if cause is None and case.accumulate == 1 and reference.state is not real.state:  # with equal bits of all keys
-        cause = masks(real, run_case(model, make_step, tx, dataclasses.replace(real, batches=real.batches[:1])))
     given, wanted = run.values.of("gradient"), one.of("gradient")
     gaps = [np.linalg.norm(given[n] - x) / (np.linalg.norm(x) or 1.0) for n, x in wanted.items() if n in given]
     seconds = time.perf_counter() - begin
