@@ -226,9 +226,9 @@ def prove_cases(
         except (TypeError, ValueError) as error:
             if not wide:
                 raise
-            given = {"steps": steps, "max_grad_norm": max_grad_norm, "seed": seed, "on_case": on_case, "axes": axes}
-            found = prove_cases(model, shard, loss_fn, make_tx, batch, columns, every=every, wide=False, **given)
-            return dataclasses.replace(found, note=f"; float64 fails: {str(error).splitlines()[0]}")
+            rest = {"steps": steps, "max_grad_norm": max_grad_norm, "seed": seed, "on_case": on_case, "axes": axes}
+            own = prove_cases(model, shard, loss_fn, make_tx, batch, columns, meshes, every=every, wide=False, **rest)
+            return dataclasses.replace(own, note=f"; float64 fails: {str(error).splitlines()[0]}")
         same = {name: same_bits(x) if is_key(x) else x for name, x in one.state.items()}
         alike = dataclasses.replace(one, state=same)
         if columns["program"] is None:

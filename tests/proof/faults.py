@@ -886,7 +886,7 @@ FAULTS = [
     # No fault.
     Fault("none: dropout", of(Dropped)),
     Fault("none: dropout and microbatches, program xla", of(Dropped, program="xla", accumulate=2)),
-    Fault("none: a tied matrix", of(Tied, predicted, batch=token_batch(), accumulate=2)),
+    Fault("none: a tied matrix", of(Tied, predicted, batch=token_batch(), accumulate=2), quick=True),
     Fault(
         "none: padding and Adafactor",
         of(functools.partial(Net, wide=13), tx=optax.adafactor(0.01, min_dim_size_to_factor=4), max_grad_norm=0.1),
