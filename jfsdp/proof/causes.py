@@ -55,6 +55,8 @@ CAUSES = {
     "optimizer": "the gradients agree, and the update does not",
     "model-state": "the model's other state does not agree",
     "refused-loss": "the loss is not what the step's program needs",
+    "forward": "devices compute another loss: a collective in the model, a count of devices, or wrong weights",
+    "backward": "the loss agrees and its gradient does not: a derivative that is missing, or summed twice",
     "unknown": "no known cause has this signature",
 }
 
@@ -71,6 +73,12 @@ class _Cells:
     axes: tuple[tuple[str, int], ...]
     grads: tuple[Mapping[str, Any], ...]
     weights: np.ndarray
+
+    @property
+    def expected(self) -> float:
+        """The coefficient of each cell in the gradient of the mean loss."""
+        is_mean = np.all(self.weights == 1)  # the loss is a scalar: a mean of the parts' means
+        return 1 / (len(self.grads) if is_mean else self.weights.sum())
 
     def matrix(self, names: Sequence[str], select: Any = ...) -> np.ndarray:
         """Return a column for each cell, of the elements of some leaves."""
@@ -125,17 +133,26 @@ def _of_gradients(reference: Reference, one: Values, run: Run, accumulate: int, 
         yield Cause(
             "factor", f"{where}: {', '.join(f'{value:g}' for value in values[:4])} times one device's, {meaning}"
         )
+    totals = [x.gradient(x.params, x.state, x.batches[0])[0] for x in (reference, dataclasses.replace(reference))]
+    if not math.isclose(*totals, rel_tol=_CLOSE):
+        yield Cause("random-masks", "the loss is another one in each trace: it draws numbers of Python or NumPy")
     cells = _make_cells(reference, run, accumulate, split_tokens=False)
-    yield from _of_cells(cells, run, given, names)
+    yield from _of_cells(cells, run, given, wanted, names)
     if num_parts(run, (CONTEXT,)) > 1:
-        tokens = _make_cells(reference, run, accumulate, split_tokens=True)
-        for cause in _of_cells(tokens, run, given, names):
+        cells = _make_cells(reference, run, accumulate, split_tokens=True)
+        for cause in _of_cells(cells, run, given, wanted, names):
             yield dataclasses.replace(cause, name=cause.name.replace("coupled-rows", "coupled-tokens"))
     if moved := [name for name in names if _is_moved(given[name], wanted[name])]:
         yield Cause("wrong-place", f"{_list(moved)}: the elements are one device's in another order")
     if dtype := _dtype(given, wanted, names, run.values.weights[0]):
         yield Cause("cast", f"{_list(names)}: differ by the rounding error of {dtype}")
+    if "step 1" not in [item.name for item in found]:
+        share = sum(np.vdot(given[n], wanted[n]) for n in names) / sum(np.vdot(wanted[n], wanted[n]) for n in names)
+        what = "a derivative may be missing" if share < 1 else "one may be summed twice"
+        yield Cause("backward", f"{_list(names)}: {share:.3g} of one device's, though the loss agrees; {what}")
     message = run.check_loss()
+    if not reference.draws and _adds_up(cells, wanted, names):
+        yield Cause("forward", message or f"{_list(names)}: of another loss, though one device's rows add up")
     if num_parts(run, (CONTEXT,)) > 1:
         yield Cause("coupled-tokens", message or "only meshes with axis 'context' can tell")
     if reference.draws:
@@ -188,20 +205,20 @@ def _make_cells(reference: Reference, run: Run, accumulate: int, *, split_tokens
     return _Cells(dims, tuple(grads), np.array(weights))
 
 
-def _of_cells(cells: _Cells, run: Run, given: Any, names: Sequence[str]) -> Iterator[Cause]:
+def _of_cells(cells: _Cells, run: Run, given: Any, wanted: Any, names: Sequence[str]) -> Iterator[Cause]:
     if not 1 < len(cells.grads) <= _MOST_CELLS:
         return
-    is_mean = np.all(cells.weights == 1)  # the loss is a scalar: a mean of the parts' means
-    expected = 1 / (len(cells.grads) if is_mean else cells.weights.sum())
     target = np.concatenate([np.ravel(given[name]) for name in names])
     factors = _fit(cells.matrix(names), target)
     if factors is not None:
-        yield _of_factors(factors / expected, cells, names)
+        whole = _fit(cells.matrix(names), np.concatenate([np.ravel(wanted[name]) for name in names]))
+        one = cells.expected if whole is None else whole  # parts of other weights on one device: a mean of means
+        yield _of_factors(factors / one, cells, names)
         return
     for name in names:
         leaf = run.layout.by_path[name]
         axes = leaf.stage("grad").axes or leaf.stage("opt").axes
-        parts = run.layout.num_shards(axes)
+        parts = math.prod([run.layout.num_shards(axes), *(cut.parts for cut in leaf.cuts if cut.dim == leaf.dim)])
         if leaf.dim is None or parts == 1:
             continue
         size, own = -(-leaf.shape[leaf.dim] // parts), []
@@ -210,7 +227,7 @@ def _of_cells(cells: _Cells, run: Run, given: Any, names: Sequence[str]) -> Iter
             if given[name][select].size and np.any(given[name][select]):
                 own.append(_fit(cells.matrix([name], select), np.ravel(given[name][select])))
         if own and all(x is not None for x in own):
-            few = [int(np.sum(np.abs(x / expected) > _CLOSE)) for x in own if x is not None]
+            few = [int(np.sum(np.abs(x / cells.expected) > _CLOSE)) for x in own if x is not None]
             text = f"{name}: each of its {parts} shards has the gradient of {max(few)} of {len(cells.grads)} parts"
             yield Cause("missing-sum", f"{text}: over {' or '.join(axes)}")
             return
@@ -241,6 +258,12 @@ def _fit(columns: np.ndarray, target: np.ndarray) -> np.ndarray | None:
         return None
     factors = np.linalg.lstsq(columns, target, rcond=None)[0]
     return factors if np.linalg.norm(columns @ factors - target) <= _CLOSE * np.linalg.norm(target) else None
+
+
+def _adds_up(cells: _Cells, wanted: Any, names: Sequence[str]) -> bool:
+    """Return whether the gradient of all rows is the sum over parts: no row or token depends on another part's."""
+    target = np.concatenate([np.ravel(wanted[name]) for name in names])
+    return bool(np.linalg.norm(cells.matrix(names).sum(1) * cells.expected - target) <= _CLOSE * np.linalg.norm(target))
 
 
 # Other signatures.
@@ -288,7 +311,7 @@ def _dtype(given: Mapping[str, Any], wanted: Mapping[str, Any], names: Sequence[
         ):
             return dtype
     error = max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in arrays)
-    near = [dtype for dtype in _DTYPES if 0.02 < error / float(jnp.finfo(dtype).eps) < 8]
+    near = [dtype for dtype in _DTYPES[:3] if 0.02 < error / float(jnp.finfo(dtype).eps) < 1.5]
     return near[0] if near else ""
 
 

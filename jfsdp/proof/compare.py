@@ -64,6 +64,7 @@ class Run:
 
     Attributes:
       copies: kind and name of arrays whose replicas on several devices differ.
+      adds_up: whether the loss of all rows should be the sum of the microbatches' losses.
       check_loss: returns what the check of a loss before the first step says; "" if it finds nothing.
     """
 
@@ -71,6 +72,7 @@ class Run:
     copies: tuple[tuple[str, str], ...]
     layout: Layout
     check_loss: Callable[[], str]
+    adds_up: bool
 
 
 def run_case(
@@ -118,7 +120,7 @@ def run_case(
         keep("parameter", leaf.path, state.params[leaf.path], leaf.shape)
     for name, value in state.model_state.items():
         keep("model state", name, value, value.shape)
-    return Run(Values(found, tuple(weights)), tuple(copies), model.layout, check_loss)
+    return Run(Values(found, tuple(weights)), tuple(copies), model.layout, check_loss, step.spec.adds_up)
 
 
 def _differ(value: jax.Array) -> bool:

@@ -30,7 +30,7 @@ from jfsdp.layout.wrapped import WrappedModel
 from jfsdp.modules.adapt import as_model
 from jfsdp.proof.cases import STRATEGIES, Case, choose_cases
 from jfsdp.proof.causes import Cause, explain
-from jfsdp.proof.compare import Difference, capture, differences, run_case
+from jfsdp.proof.compare import Difference, Run, capture, differences, run_case
 from jfsdp.proof.reference import FAST_TO_COMPILE, Reference, Values
 from jfsdp.train.fully_shard import fully_shard
 from jfsdp.train.sharded import ShardedModel
@@ -205,13 +205,14 @@ class Subject:
         """Prove the cases of some columns; `columns["program"]` may be None, as in `prove`."""
         with jax.enable_x64(self.wide), jax.default_matmul_precision("highest"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            one, note = self._refer(self.wide), ""
+            one = self._refer()
             try:
                 one.jaxpr  # noqa: B018
             except (TypeError, ValueError) as error:
                 if not self.wide:
                     raise
-                one, note = self._refer(False), f"; float64 fails: {str(error).splitlines()[0]}"
+                own = dataclasses.replace(self, wide=False).prove(columns, meshes, every=every, on_case=on_case)
+                return dataclasses.replace(own, note=f"; float64 fails: {str(error).splitlines()[0]}")
             programs = columns["program"] or (("manual", "xla") if one.is_sum else ("xla",))
             axes = [*self.axes, *(self._cut_axes(has_sum=one.is_sum) if meshes is None else ())]
             same = {name: same_bits(x) if is_key(x) else x for name, x in one.state.items()}
@@ -226,16 +227,17 @@ class Subject:
                 proved.append(self._prove(case, reference, *values[key]))
                 on_case(proved[-1])
             dtype = str(next(x.dtype for x in one.params.values() if jnp.issubdtype(x.dtype, jnp.floating)))
-            return Proof(tuple(proved), dtype, one.eps, note)
+            return Proof(tuple(proved), dtype, one.eps)
 
-    def _refer(self, wide: bool) -> Reference:
+    def _refer(self) -> Reference:
         """Return the reference, with floating arrays in float64 if `wide`."""
         whole, base = self.shard(Case((("fsdp", 1),)), lambda model: model), as_model(self.model)
         made = jax.jit(base.create, compiler_options=FAST_TO_COMPILE)(0)
         trained = frozenset(leaf.path for leaf in whole.layout.leaves if leaf.trainable)
-        roll = lambda x, by: np.roll(x, by, 0) if np.ndim(x) else x  # noqa: E731
+        cast = _widen if self.wide else lambda x: x
+        roll = lambda x, by: np.roll(cast(np.asarray(x)), by, 0) if np.ndim(x) else x  # noqa: E731
         batches = [jax.tree.map(functools.partial(roll, by=by), self.batch) for by in range(self.steps)]
-        arrays = jax.tree.map(_widen, made) if wide else made
+        arrays = jax.tree.map(cast, made)
         return Reference(base, self.loss_fn, self.make_tx(whole), *arrays, trained, batches, self.max_grad_norm)
 
     def _cut_axes(self, *, has_sum: bool) -> list[str]:
@@ -260,15 +262,25 @@ class Subject:
         except ValueError as error:
             return Proved(case, REFUSED, (), Cause("refused-loss", str(error)), 0.0, time.perf_counter() - begin)
         found = differences(run.values, one, moved, reference.eps)
-        cause = explain(reference, one, run, case.accumulate, found) if found or run.copies else None
+        is_equal = not found and not run.copies
+        cause = _torn(reference, one, run) if is_equal else explain(reference, one, run, case.accumulate, found)
         given, wanted = run.values.of("gradient"), one.of("gradient")
         gaps = [np.linalg.norm(given[n] - x) / (np.linalg.norm(x) or 1.0) for n, x in wanted.items() if n in given]
         status, seconds = DIFFERS if cause else EQUAL, time.perf_counter() - begin
         return Proved(case, status, tuple(found), cause, float(max(gaps, default=0.0)), seconds)
 
 
-def _widen(x: jax.Array) -> jax.Array:
+def _widen(x: Any) -> Any:
     return x.astype(jnp.float64) if not is_key(x) and jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def _torn(reference: Reference, one: Values, run: Run) -> Cause | None:
+    """Return that the losses of microbatches do not add up to the loss of all rows, if they should."""
+    total, weight, *_ = reference.gradient(reference.params, reference.state, reference.batches[0])
+    pair = float(total / weight), float(one.arrays["loss", "step 1"])
+    if reference.draws or not run.adds_up or math.isclose(*pair, rel_tol=1e-4 + 16 * reference.eps):
+        return None
+    return Cause("coupled-rows", f"the loss is {pair[0]:g} for all rows, and {pair[1]:g} for the sum over microbatches")
 
 
 def with_weights(model: Any, reference: Reference) -> Any:

@@ -18,7 +18,8 @@ from jfsdp.modules.model import Arrays, Hooks, PlainModel
 from jfsdp.train.step.loss import as_loss
 from jfsdp.train.update.roles import array_name
 
-FAST_TO_COMPILE = {"xla_backend_optimization_level": 0}  # of XLA:CPU; a proof compiles more than it computes
+# XLA:CPU compiles in a fraction of the time; a proof compiles more than it computes.
+FAST_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 # Without units a model calls none of these: it runs as the user wrote it.
 _NO_UNITS = Hooks({}, lambda *_: None, lambda unit: True, lambda x: x, lambda x: x)  # type: ignore[arg-type,return-value]
