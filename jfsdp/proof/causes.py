@@ -61,195 +61,223 @@ CAUSES = {
 }
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class _Cells:
+@dataclasses.dataclass(frozen=True)
+class Cells:
     """Gradients of the loss of the rows (and tokens) of each device and microbatch.
 
     Attributes:
       axes: name and size of each dim of the cells: mesh axes, and "microbatch".
-      grads: by cell, of the total, by name; weights: by cell.
+      columns: a column for each cell with the gradients of the total, one leaf after another.
+      weights: by cell.
+      places: the rows of each leaf in `columns`.
     """
 
     axes: tuple[tuple[str, int], ...]
-    grads: tuple[Mapping[str, Any], ...]
+    columns: np.ndarray
     weights: np.ndarray
+    places: Mapping[str, np.ndarray]
 
     @property
     def expected(self) -> float:
         """The coefficient of each cell in the gradient of the mean loss."""
         is_mean = np.all(self.weights == 1)  # the loss is a scalar: a mean of the parts' means
-        return 1 / (len(self.grads) if is_mean else self.weights.sum())
+        return 1 / (len(self.weights) if is_mean else self.weights.sum())
 
-    def matrix(self, names: Sequence[str], select: Any = ...) -> np.ndarray:
-        """Return a column for each cell, of the elements of some leaves."""
-        return np.stack([np.concatenate([np.ravel(cell[name][select]) for name in names]) for cell in self.grads], 1)
-
-
-def explain(reference: Reference, one: Values, run: Run, accumulate: int, found: Sequence[Difference]) -> Cause:
-    """Return the cause of differences; see [Note: signatures]."""
-    checks = (_not_finite, _copies, _frozen, _of_gradients, _of_updates)
-    return next(cause for check in checks for cause in check(reference, one, run, accumulate, found))
+    def is_sum(self, target: np.ndarray) -> bool:
+        """Return whether a gradient is the sum over parts, so that no row depends on another part's."""
+        return bool(np.linalg.norm(self.columns.sum(1) * self.expected - target) <= _CLOSE * np.linalg.norm(target))
 
 
-def _not_finite(reference: Reference, one: Values, run: Run, accumulate: int, found: Any) -> Iterator[Cause]:
-    for item in found:
-        value = run.values.arrays.get((item.kind, item.name))
-        if value is not None and value.dtype.kind == "f" and not np.isfinite(value).all():
-            yield Cause("not-finite", f"{item.kind} {item.name} is not finite")
+class Diagnosis:
+    """The search for the cause of differences; see [Note: signatures]."""
 
+    def __init__(self, reference: Reference, one: Values, run: Run, accumulate: int, found: Sequence[Difference]):
+        self.reference, self.one, self.run, self.accumulate, self.found = reference, one, run, accumulate, found
+        self.given, self.wanted = run.values.of("gradient"), one.of("gradient")
+        self.names, self.sizes = self._of("gradient") or list(self.wanted), dict(run.layout.mesh_sizes)
+        self.axes = [axis for axis in (*ROW_AXES, CONTEXT) if self.sizes.get(axis, 1) > 1]
 
-def _copies(reference: Reference, one: Values, run: Run, accumulate: int, found: Any) -> Iterator[Cause]:
-    kinds = {kind for kind, _ in run.copies}
-    if kinds & {"gradient", "parameter", "model state"}:
-        kind, name = run.copies[0]
-        count = f"{len(run.copies)} arrays, the first {kind} {name}"
-        if "gradient" not in kinds and "model state" in kinds:
-            yield Cause("model-state", f"devices have different copies of {count}: computed from their own rows")
-        yield Cause("partial-copies", f"devices have different copies of {count}: over {_shape(run)}")
+    def _of(self, kind: str) -> list[str]:
+        return [item.name for item in self.found if item.kind == kind]
 
+    def cause(self) -> Cause:
+        """Return the first cause whose signature the differences have."""
+        searches = (self._copies, self._values, self._gradients if self._of("gradient") else self._updates)
+        return next(cause for search in searches for cause in search())
 
-def _frozen(reference: Reference, one: Values, run: Run, accumulate: int, found: Any) -> Iterator[Cause]:
-    names = [item.name for item in found if item.kind == "parameter"]
-    if bad := [name for name in names if name not in reference.trained]:
-        yield Cause("frozen", f"{_list(bad)}: frozen, and changed by the steps")
-    same = [name for name in names if np.array_equal(run.values.of("parameter")[name], reference.params[name])]
-    has_moved = [name for name in same if np.any(one.of("gradient").get(name, 0))]
-    if has_moved and not any(item.kind == "gradient" for item in found):
-        yield Cause("frozen", f"{_list(has_moved)}: trained, and not changed by the steps")
+    def _copies(self) -> Iterator[Cause]:
+        kinds = {kind for kind, _ in self.run.copies} & {"gradient", "parameter", "model state"}
+        if kinds:
+            kind, name = self.run.copies[0]
+            text = f"devices have different copies of {len(self.run.copies)} arrays, the first {kind} {name}"
+            if kinds == {"model state"}:
+                yield Cause("model-state", f"{text}: computed from their own rows")
+            yield Cause("partial-copies", f"{text}: over {' or '.join(self.axes) or 'one device'}")
 
+    def _values(self) -> Iterator[Cause]:
+        for item in self.found:
+            value = self.run.values.arrays.get((item.kind, item.name))
+            if value is not None and value.dtype.kind == "f" and not np.isfinite(value).all():
+                yield Cause("not-finite", f"{item.kind} {item.name} is not finite")
+        names, after, before = self._of("parameter"), self.run.values.of("parameter"), self.reference.params
+        if bad := [name for name in names if name not in self.reference.trained]:
+            yield Cause("frozen", f"{_list(bad)}: frozen, and changed by the steps")
+        same = [name for name in names if np.array_equal(after[name], before[name]) and np.any(self.wanted[name])]
+        if same and not self._of("gradient"):
+            yield Cause("frozen", f"{_list(same)}: trained, and not changed by the steps")
 
-def _of_gradients(reference: Reference, one: Values, run: Run, accumulate: int, found: Any) -> Iterator[Cause]:
-    names = [item.name for item in found if item.kind == "gradient"]
-    given, wanted = run.values.of("gradient"), one.of("gradient")
-    if not names:
-        return
-    if zero := [name for name in names if not np.any(given[name])]:
-        yield Cause("detached", f"{_list(zero)}: the gradient is zero")
-    ratios = {name: _ratio(given[name], wanted[name]) for name in names}
-    if None not in ratios.values():
-        values = list(dict.fromkeys(round(ratio, 4) for ratio in ratios.values() if ratio is not None))
-        where = _list(names) if len(names) < len(wanted) else "every gradient"
-        meaning = _meaning(values[0], reference, run, accumulate) if len(values) == 1 else "no single factor"
-        yield Cause(
-            "factor", f"{where}: {', '.join(f'{value:g}' for value in values[:4])} times one device's, {meaning}"
-        )
-    totals = [x.gradient(x.params, x.state, x.batches[0])[0] for x in (reference, dataclasses.replace(reference))]
-    if not math.isclose(*totals, rel_tol=_CLOSE):
-        yield Cause("random-masks", "the loss is another one in each trace: it draws numbers of Python or NumPy")
-    cells = _make_cells(reference, run, accumulate, split_tokens=False)
-    yield from _of_cells(cells, run, given, wanted, names)
-    if num_parts(run, (CONTEXT,)) > 1:
-        cells = _make_cells(reference, run, accumulate, split_tokens=True)
-        for cause in _of_cells(cells, run, given, wanted, names):
-            yield dataclasses.replace(cause, name=cause.name.replace("coupled-rows", "coupled-tokens"))
-    if moved := [name for name in names if _is_moved(given[name], wanted[name])]:
-        yield Cause("wrong-place", f"{_list(moved)}: the elements are one device's in another order")
-    if dtype := _dtype(given, wanted, names, run.values.weights[0]):
-        yield Cause("cast", f"{_list(names)}: differ by the rounding error of {dtype}")
-    if "step 1" not in [item.name for item in found]:
-        share = sum(np.vdot(given[n], wanted[n]) for n in names) / sum(np.vdot(wanted[n], wanted[n]) for n in names)
-        what = "a derivative may be missing" if share < 1 else "one may be summed twice"
-        yield Cause("backward", f"{_list(names)}: {share:.3g} of one device's, though the loss agrees; {what}")
-    message = run.check_loss()
-    if not reference.draws and _adds_up(cells, wanted, names):
-        yield Cause("forward", message or f"{_list(names)}: of another loss, though one device's rows add up")
-    if num_parts(run, (CONTEXT,)) > 1:
-        yield Cause("coupled-tokens", message or "only meshes with axis 'context' can tell")
-    if reference.draws:
-        yield Cause("random-masks", f"{_list(names)}: the loss draws random numbers. {message}".rstrip(". "))
-    yield Cause("coupled-rows" if message else "unknown", message or f"{_list(names)}: no known signature")
+    def _gradients(self) -> Iterator[Cause]:
+        given, wanted, names, reference = self.given, self.wanted, self.names, self.reference
+        listed = _list(names)
+        if zero := [name for name in names if not np.any(given[name])]:
+            yield Cause("detached", f"{_list(zero)}: the gradient is zero")
+        ratios = [ratio for name in names if (ratio := _ratio(given[name], wanted[name]))]
+        if len(ratios) == len(names):
+            values = list(dict.fromkeys(round(ratio, 4) for ratio in ratios))
+            meaning = self._meaning(values[0]) if len(values) == 1 else "no single factor"
+            shown = ", ".join(f"{value:g}" for value in values[:4])
+            where = listed if len(names) < len(wanted) else "every gradient"
+            yield Cause("factor", f"{where}: {shown} times one device's, {meaning}")
+        totals = [x.gradient(x.params, x.state, x.batches[0])[0] for x in (reference, dataclasses.replace(reference))]
+        if not math.isclose(*totals, rel_tol=_CLOSE):
+            yield Cause("random-masks", "the loss is another one in each trace: it draws numbers of Python or NumPy")
+        is_split = self.sizes.get(CONTEXT, 1) > 1
+        for with_tokens in (False, True)[: 1 + is_split]:
+            cells = self.cells(with_tokens=with_tokens)
+            for cause in self._parts(cells):
+                name = cause.name.replace("coupled-rows", "coupled-tokens") if with_tokens else cause.name
+                yield dataclasses.replace(cause, name=name)
+        if moved := [name for name in names if _is_moved(given[name], wanted[name])]:
+            yield Cause("wrong-place", f"{_list(moved)}: the elements are one device's in another order")
+        if dtype := self._dtype():
+            yield Cause("cast", f"{listed}: differ by the rounding error of {dtype}")
+        if "step 1" not in self._of("loss"):
+            share = np.vdot(self.flat(given), self.flat(wanted)) / np.vdot(self.flat(wanted), self.flat(wanted))
+            what = "a derivative may be missing" if share < 1 else "one may be summed twice"
+            yield Cause("backward", f"{listed}: {share:.3g} of one device's, though the loss agrees; {what}")
+        message = self.run.check_loss()
+        if not reference.draws and cells.is_sum(self.flat(wanted)):
+            yield Cause("forward", message or f"{listed}: of another loss, though one device's rows add up")
+        if is_split:
+            yield Cause("coupled-tokens", message or "only meshes with axis 'context' can tell")
+        if reference.draws:
+            yield Cause("random-masks", f"{listed}: the loss draws random numbers. {message}".rstrip(". "))
+        yield Cause("coupled-rows" if message else "unknown", message or f"{listed}: no known signature")
 
-
-def _of_updates(reference: Reference, one: Values, run: Run, accumulate: int, found: Any) -> Iterator[Cause]:
-    by_kind = {kind: [item for item in found if item.kind == kind] for kind in dict.fromkeys(x.kind for x in found)}
-    if loss := by_kind.get("loss"):
-        pairs = [(float(run.values.arrays["loss", x.name]), float(one.arrays["loss", x.name])) for x in loss]
-        ratio = pairs[0][0] / pairs[0][1] if pairs[0][1] else math.inf
-        if loss[0].name == "step 1":
-            meaning = _meaning(round(ratio, 4), reference, run, accumulate)
+    def _updates(self) -> Iterator[Cause]:
+        if "step 1" in self._of("loss"):
+            ratio = float(self.run.values.arrays["loss", "step 1"]) / float(self.one.arrays["loss", "step 1"])
+            meaning = self._meaning(round(ratio, 4))
             yield Cause("factor", f"the loss is {ratio:g} times one device's, {meaning}; its gradient agrees")
-    if "parameter" in by_kind or "optimizer state" in by_kind:
-        names = [item.name for item in (*by_kind.get("optimizer state", ()), *by_kind.get("parameter", ()))]
-        yield Cause("optimizer", f"{_list(names)}: the gradients agree, and the update does not")
-    if state := by_kind.get("model state"):
-        yield Cause("model-state", f"{_list([item.name for item in state])}: not one device's")
-    yield Cause("unknown", "; ".join(f"{item.kind} {item.name}" for item in found[:4]))
+        if names := [*self._of("optimizer state"), *self._of("parameter")]:
+            yield Cause("optimizer", f"{_list(names)}: the gradients agree, and the update does not")
+        if names := self._of("model state"):
+            yield Cause("model-state", f"{_list(names)}: not one device's")
+        yield Cause("unknown", "; ".join(f"{item.kind} {item.name}" for item in self.found[:4]))
 
+    def flat(self, values: Mapping[str, Any]) -> np.ndarray:
+        """Return the gradients that differ as one vector, all if none does."""
+        return np.concatenate([np.ravel(values[name]) for name in self.names])
 
-# Combinations of the gradients of parts.
+    def cells(self, *, with_tokens: bool = False) -> Cells:
+        """Return the gradients of parts of the first batch on one device.
 
+        Args:
+          with_tokens: whether axis `context` splits the parts.
+        """
+        reference, tokens = self.reference, self.sizes.get(CONTEXT, 1) if with_tokens else 1
+        axes = *((axis, self.sizes[axis]) for axis in self.axes if axis != CONTEXT), ("microbatch", self.accumulate)
+        rows = math.prod(size for _, size in axes[:-1])
+        columns, weights = [], []
+        for row, micro, token in itertools.product(range(rows), range(self.accumulate), range(tokens)):
 
-def _make_cells(reference: Reference, run: Run, accumulate: int, *, split_tokens: bool) -> _Cells:
-    sizes = dict(run.layout.mesh_sizes)
-    axes = [(axis, sizes[axis]) for axis in axes_of_layout(run) if axis != CONTEXT or split_tokens]
-    dims = (*((axis, size) for axis, size in axes if axis != CONTEXT), ("microbatch", accumulate))
-    tokens = dict(axes).get(CONTEXT, 1)
-    num_rows = math.prod(size for axis, size in dims if axis != "microbatch")
-    grads, weights = [], []
-    for row, micro, token in itertools.product(range(num_rows), range(accumulate), range(tokens)):
+            def cut(x: Any, row: int = row, micro: int = micro, token: int = token) -> Any:
+                own = np.array_split(x, rows)[row][micro :: self.accumulate] if np.ndim(x) else x
+                return np.array_split(own, tokens, 1)[token] if tokens > 1 and np.ndim(x) > 1 else own
 
-        def cut(x: Any, row: int = row, micro: int = micro, token: int = token) -> Any:
-            if not jnp.ndim(x):
-                return x
-            own = x[row * len(x) // num_rows : (row + 1) * len(x) // num_rows][micro::accumulate]
-            if tokens == 1 or own.ndim < 2:
-                return own
-            return own[:, token * own.shape[1] // tokens : (token + 1) * own.shape[1] // tokens]
+            part = jax.tree.map(cut, reference.batches[0])
+            _, weight, _, grads = reference.gradient(reference.params, reference.state, part)
+            columns.append(self.flat(grads))
+            weights.append(float(weight))
+        ends = itertools.accumulate(np.size(self.wanted[name]) for name in self.names)
+        places = {name: np.arange(end - np.size(self.wanted[name]), end) for name, end in zip(self.names, ends)}
+        axes += ((CONTEXT, tokens),) if tokens > 1 else ()
+        return Cells(axes, np.stack(columns, 1), np.array(weights), places)
 
-        _, weight, _, grad = reference.gradient(
-            reference.params, reference.state, jax.tree.map(cut, reference.batches[0])
-        )
-        grads.append(jax.device_get(grad))
-        weights.append(float(weight))
-    dims += ((CONTEXT, tokens),) if tokens > 1 else ()
-    return _Cells(dims, tuple(grads), np.array(weights))
-
-
-def _of_cells(cells: _Cells, run: Run, given: Any, wanted: Any, names: Sequence[str]) -> Iterator[Cause]:
-    if not 1 < len(cells.grads) <= _MOST_CELLS:
-        return
-    target = np.concatenate([np.ravel(given[name]) for name in names])
-    factors = _fit(cells.matrix(names), target)
-    if factors is not None:
-        whole = _fit(cells.matrix(names), np.concatenate([np.ravel(wanted[name]) for name in names]))
-        one = cells.expected if whole is None else whole  # parts of other weights on one device: a mean of means
-        yield _of_factors(factors / one, cells, names)
-        return
-    for name in names:
-        leaf = run.layout.by_path[name]
-        axes = leaf.stage("grad").axes or leaf.stage("opt").axes
-        parts = math.prod([run.layout.num_shards(axes), *(cut.parts for cut in leaf.cuts if cut.dim == leaf.dim)])
-        if leaf.dim is None or parts == 1:
-            continue
-        size, own = -(-leaf.shape[leaf.dim] // parts), []
-        for part in range(parts):
-            select = (*[slice(None)] * leaf.dim, slice(part * size, (part + 1) * size))
-            if given[name][select].size and np.any(given[name][select]):
-                own.append(_fit(cells.matrix([name], select), np.ravel(given[name][select])))
-        if own and all(x is not None for x in own):
-            few = [int(np.sum(np.abs(x / cells.expected) > _CLOSE)) for x in own if x is not None]
-            text = f"{name}: each of its {parts} shards has the gradient of {max(few)} of {len(cells.grads)} parts"
-            yield Cause("missing-sum", f"{text}: over {' or '.join(axes)}")
+    def _parts(self, cells: Cells) -> Iterator[Cause]:
+        if not 1 < len(cells.weights) <= _MOST_CELLS:
             return
+        factors = _fit(cells.columns, self.flat(self.given))
+        if factors is not None:
+            whole = _fit(cells.columns, self.flat(self.wanted))
+            one = cells.expected if whole is None else whole  # parts of other weights on one device: a mean of means
+            yield _of_factors(factors / one, cells, _list(self.names))
+            return
+        for name in self.names:
+            leaf, value = self.run.layout.by_path[name], self.given[name]
+            axes = leaf.stage("grad").axes or leaf.stage("opt").axes
+            cut = [cut.parts for cut in leaf.cuts if cut.dim == leaf.dim]
+            parts = math.prod([self.run.layout.num_shards(axes), *cut])
+            if leaf.dim is None or parts == 1:
+                continue
+            width = -(-leaf.shape[leaf.dim] // parts)
+            shards = np.split(
+                cells.places[name].reshape(leaf.shape), range(width, leaf.shape[leaf.dim], width), leaf.dim
+            )
+            pairs = [(np.ravel(one), np.ravel(value)[np.ravel(one) - cells.places[name][0]]) for one in shards]
+            own = [_fit(cells.columns[rows], elements) for rows, elements in pairs if np.any(elements)]
+            if own and all(x is not None for x in own):
+                most = max(int(np.sum(np.abs(x / cells.expected) > _CLOSE)) for x in own if x is not None)
+                text = f"{name}: each of its {parts} shards has the gradient of {most} of {len(cells.weights)} parts"
+                yield Cause("missing-sum", f"{text}: over {' or '.join(axes)}")
+                return
+
+    def _meaning(self, ratio: float) -> str:
+        """Name the numbers of a step that equal a factor or its inverse."""
+        axes = [axis for axis, size in self.sizes.items() if size > 1]
+        groups = [some for count in range(1, len(axes) + 1) for some in itertools.combinations(axes, count)]
+        named: dict[str, float] = {
+            f"the size of {' x '.join(some)}": math.prod(self.sizes[axis] for axis in some) for some in groups
+        }
+        shapes = [np.shape(x) for x in jax.tree.leaves(self.reference.batches[0]) if np.ndim(x)]
+        named |= {"the number of microbatches": self.accumulate, "the number of rows": shapes[0][0]}
+        named["the number of tokens of a row"] = max((shape[1] for shape in shapes if len(shape) > 1), default=1)
+        named["the weight of the loss"] = self.run.values.weights[0]
+        found = [name for name, size in named.items() if size != 1 and math.isclose(ratio, size, rel_tol=1e-3)]
+        below = [name for name, size in named.items() if size != 1 and math.isclose(ratio * size, 1, rel_tol=1e-3)]
+        if found:
+            return f"which is {' or '.join(found)}: summed twice, or not divided"
+        if below:
+            return f"which is one over {' or '.join(below)}: divided twice, or a sum is missing"
+        return "no known number"
+
+    def _dtype(self) -> str:
+        """Return the dtype whose rounding explains a difference; "" if none does."""
+        given, wanted = (np.asarray(self.flat(values), np.float64) for values in (self.given, self.wanted))
+        for dtype in reversed(_DTYPES):
+            scaled = [given * factor for factor in (1.0, self.run.values.weights[0])]
+            if all(np.array_equal(x, x.astype(jnp.dtype(dtype)).astype(np.float64)) for x in scaled):
+                return dtype
+        error = np.linalg.norm(given - wanted) / np.linalg.norm(wanted)
+        near = [dtype for dtype in _DTYPES[:3] if 0.02 < error / float(jnp.finfo(dtype).eps) < 1.5]
+        return near[0] if near else ""
 
 
-def _of_factors(factors: np.ndarray, cells: _Cells, names: Sequence[str]) -> Cause:
+def _of_factors(factors: np.ndarray, cells: Cells, listed: str) -> Cause:
     """Name the coefficients of the parts, relative to the right ones."""
-    shown = ", ".join(f"{x:.3g}" for x in factors[:8])
-    grid, mean = factors.reshape([size for _, size in cells.axes]), factors.mean()
+    mean, by_weight = factors.mean(), factors * cells.weights
     if np.allclose(factors, 1, atol=1e-3):
-        return Cause("coupled-rows", f"{_list(names)}: the sum over parts of the batch, not the gradient of all rows")
+        return Cause("coupled-rows", f"{listed}: the sum over parts of the batch, not the gradient of all rows")
     if np.allclose(factors, mean, atol=1e-3 * abs(mean)):
-        return Cause("factor", f"{_list(names)}: {mean:.4g} times the sum over parts of the batch")
-    varying = [axis for place, (axis, _) in enumerate(cells.axes) if np.ptp(grid, axis=place).max() > 1e-3]
+        return Cause("factor", f"{listed}: {mean:.4g} times the sum over parts of the batch")
+    grid = factors.reshape([size for _, size in cells.axes])
+    varying = ", ".join(axis for dim, (axis, _) in enumerate(cells.axes) if np.ptp(grid, axis=dim).max() > 1e-3)
+    what = f"parts count {', '.join(f'{x:.3g}' for x in factors[:8])} times"
     if np.any(np.abs(factors) < 1e-3):
-        return Cause(
-            "missing-sum", f"{_list(names)}: parts of the batch count {shown} times: over {', '.join(varying)}"
-        )
-    by_weight = factors * cells.weights
-    what = "each part is divided by its own weight (a mean of means)"
-    what = what if np.allclose(by_weight, by_weight.mean(), rtol=1e-3) else f"parts count {shown} times"
-    return Cause("unequal-weights", f"{_list(names)}: {what}, over {', '.join(varying)}")
+        return Cause("missing-sum", f"{listed}: {what}, over {varying}")
+    if np.allclose(by_weight, by_weight.mean(), rtol=1e-3):
+        what = "each part is divided by its own weight (a mean of means)"
+    return Cause("unequal-weights", f"{listed}: {what}, over {varying}")
 
 
 def _fit(columns: np.ndarray, target: np.ndarray) -> np.ndarray | None:
@@ -260,15 +288,6 @@ def _fit(columns: np.ndarray, target: np.ndarray) -> np.ndarray | None:
     return factors if np.linalg.norm(columns @ factors - target) <= _CLOSE * np.linalg.norm(target) else None
 
 
-def _adds_up(cells: _Cells, wanted: Any, names: Sequence[str]) -> bool:
-    """Return whether the gradient of all rows is the sum over parts: no row or token depends on another part's."""
-    target = np.concatenate([np.ravel(wanted[name]) for name in names])
-    return bool(np.linalg.norm(cells.matrix(names).sum(1) * cells.expected - target) <= _CLOSE * np.linalg.norm(target))
-
-
-# Other signatures.
-
-
 def _ratio(given: np.ndarray, wanted: np.ndarray) -> float | None:
     """Return the constant by which an array differs from another; None if it is no constant, or 1."""
     size = float(np.vdot(wanted, wanted))
@@ -277,56 +296,9 @@ def _ratio(given: np.ndarray, wanted: np.ndarray) -> float | None:
     return ratio if is_close and size and abs(ratio - 1) > _CLOSE else None
 
 
-def _meaning(ratio: float, reference: Reference, run: Run, accumulate: int) -> str:
-    """Name the numbers of a step that equal a factor or its inverse."""
-    axes = [(axis, size) for axis, size in run.layout.mesh_sizes if size > 1]
-    named = {}
-    for count in range(1, len(axes) + 1):
-        for some in itertools.combinations(axes, count):
-            named[f"the size of {' x '.join(axis for axis, _ in some)}"] = math.prod(size for _, size in some)
-    rows = [x.shape for x in jax.tree.leaves(reference.batches[0]) if jnp.ndim(x)]
-    named |= {"the number of microbatches": accumulate, "the number of rows": rows[0][0]}
-    named["the number of tokens of a row"] = max((shape[1] for shape in rows if len(shape) > 1), default=1)
-    named["the weight of the loss"] = run.values.weights[0]
-    found = [name for name, size in named.items() if size != 1 and math.isclose(ratio, size, rel_tol=1e-3)]
-    below = [name for name, size in named.items() if size != 1 and math.isclose(ratio * size, 1, rel_tol=1e-3)]
-    if found:
-        return f"which is {' or '.join(found)}: summed twice, or not divided"
-    return f"which is one over {' or '.join(below)}: divided twice, or a sum is missing" if below else "no known number"
-
-
 def _is_moved(given: np.ndarray, wanted: np.ndarray) -> bool:
     one, other = np.sort(np.ravel(given)), np.sort(np.ravel(wanted))
     return np.allclose(one, other, rtol=_CLOSE, atol=1e-9 * np.abs(other).max())
-
-
-def _dtype(given: Mapping[str, Any], wanted: Mapping[str, Any], names: Sequence[str], weight: float) -> str:
-    """Return the dtype whose rounding explains a difference; "" if none does."""
-    arrays = [(np.asarray(given[name], np.float64), np.asarray(wanted[name], np.float64)) for name in names]
-    for dtype in reversed(_DTYPES):
-        if all(
-            np.array_equal(x * f, (x * f).astype(jnp.dtype(dtype)).astype(np.float64))
-            for x, _ in arrays
-            for f in (1, weight)
-        ):
-            return dtype
-    error = max(np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in arrays)
-    near = [dtype for dtype in _DTYPES[:3] if 0.02 < error / float(jnp.finfo(dtype).eps) < 1.5]
-    return near[0] if near else ""
-
-
-def axes_of_layout(run: Run) -> list[str]:
-    """Return the data axes of size 2 or more, rows before tokens."""
-    sizes = dict(run.layout.mesh_sizes)
-    return [axis for axis in (*ROW_AXES, CONTEXT) if sizes.get(axis, 1) > 1]
-
-
-def num_parts(run: Run, axes: Sequence[str]) -> int:
-    return run.layout.num_shards(axes)
-
-
-def _shape(run: Run) -> str:
-    return " or ".join(axes_of_layout(run)) or "one device"
 
 
 def _list(names: Sequence[str]) -> str:

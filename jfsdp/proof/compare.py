@@ -13,7 +13,7 @@ import optax
 
 from jfsdp.layout.layout import Layout
 from jfsdp.layout.precision import is_key
-from jfsdp.proof.reference import Reference, Values
+from jfsdp.proof.reference import Reference, Values, data_of
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.state import TrainState
 from jfsdp.train.step.step import TrainStep
@@ -35,9 +35,9 @@ def capture(tx: optax.GradientTransformation) -> optax.GradientTransformationExt
     def init(params: Any) -> Captured:
         return Captured(inner.init(params), jax.tree.map(jax.numpy.zeros_like, params))
 
-    def update(grads: Any, state: Captured, params: Any = None, **extra: Any) -> tuple[Any, Captured]:
-        updates, after = inner.update(grads, state.inner, params, **extra)
-        return updates, Captured(after, grads)
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Captured]:
+        found, after = inner.update(updates, state.inner, params, **extra)
+        return found, Captured(after, updates)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -99,9 +99,8 @@ def run_case(
         return ""
 
     def keep(kind: str, name: str, value: jax.Array, shape: tuple[int, ...]) -> None:
-        if not is_key(value):
-            found[kind, name] = np.asarray(value)[tuple(map(slice, shape))]
-            copies.extend([(kind, name)] if _differ(value) else [])
+        found[kind, name] = np.asarray(value)[tuple(map(slice, shape))]
+        copies.extend([(kind, name)] if _differ(value) else [])
 
     state = first_state()
     for index, batch in enumerate(reference.batches):
@@ -119,7 +118,7 @@ def run_case(
     for leaf in model.layout.leaves:
         keep("parameter", leaf.path, state.params[leaf.path], leaf.shape)
     for name, value in state.model_state.items():
-        keep("model state", name, value, value.shape)
+        keep("model state", name, data := data_of(value), data.shape)
     return Run(Values(found, tuple(weights)), tuple(copies), model.layout, check_loss, step.spec.adds_up)
 
 

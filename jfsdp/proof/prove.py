@@ -29,9 +29,10 @@ from jfsdp.layout.select import Selectors
 from jfsdp.layout.wrapped import WrappedModel
 from jfsdp.modules.adapt import as_model
 from jfsdp.proof.cases import STRATEGIES, Case, choose_cases
-from jfsdp.proof.causes import Cause, explain
+from jfsdp.proof.causes import Cause, Diagnosis
 from jfsdp.proof.compare import Difference, Run, capture, differences, run_case
 from jfsdp.proof.reference import FAST_TO_COMPILE, Reference, Values
+from jfsdp.train.checks import as_arrays
 from jfsdp.train.fully_shard import fully_shard
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.loss_check import same_bits
@@ -224,7 +225,8 @@ class Subject:
                 key = reference is alike, case.accumulate
                 if key not in values:
                     values[key] = reference.train(case.accumulate), reference.train(case.accumulate, reference.moved())
-                proved.append(self._prove(case, reference, *values[key]))
+                keyed = dataclasses.replace(one, batches=one.batches[:1]) if reference is alike else None
+                proved.append(self._prove(case, reference, *values[key], keyed))
                 on_case(proved[-1])
             dtype = str(next(x.dtype for x in one.params.values() if jnp.issubdtype(x.dtype, jnp.floating)))
             return Proof(tuple(proved), dtype, one.eps)
@@ -235,10 +237,10 @@ class Subject:
         made = jax.jit(base.create, compiler_options=FAST_TO_COMPILE)(0)
         trained = frozenset(leaf.path for leaf in whole.layout.leaves if leaf.trainable)
         cast = _widen if self.wide else lambda x: x
-        roll = lambda x, by: np.roll(cast(np.asarray(x)), by, 0) if np.ndim(x) else x  # noqa: E731
-        batches = [jax.tree.map(functools.partial(roll, by=by), self.batch) for by in range(self.steps)]
-        arrays = jax.tree.map(cast, made)
-        return Reference(base, self.loss_fn, self.make_tx(whole), *arrays, trained, batches, self.max_grad_norm)
+        params, state = jax.tree.map(cast, made)
+        turn = lambda x, by: cast(x)[(np.arange(len(x)) - by) % len(x)] if np.ndim(x) else x  # noqa: E731
+        batches = [jax.tree.map(functools.partial(turn, by=by), as_arrays(self.batch)) for by in range(self.steps)]
+        return Reference(base, self.loss_fn, self.make_tx(whole), params, state, trained, batches, self.max_grad_norm)
 
     def _cut_axes(self, *, has_sum: bool) -> list[str]:
         """Return the axes that cut parameters of the model, if it is placed on them."""
@@ -249,7 +251,17 @@ class Subject:
                 found += [axis] if any(cut.axis == axis for leaf in layout.leaves for cut in leaf.cuts) else []
         return found
 
-    def _prove(self, case: Case, reference: Reference, one: Values, moved: Values) -> Proved:
+    def _check_keys(self, keyed: Reference, run: Run) -> Cause | None:
+        """Check a step with the model's own random keys: devices draw different numbers, and keep the keys."""
+        one = keyed.train(1)
+        diagnosis = Diagnosis(keyed, one, run, 1, [])
+        if diagnosis.cells().is_sum(diagnosis.flat(diagnosis.given)):
+            return Cause("shared-key", "every device draws the numbers of the model's keys for its own rows")
+        if kept := [item.name for item in differences(run.values, one, one, keyed.eps) if item.kind == "model state"]:
+            return Cause("model-state", f"{', '.join(kept[:3])}: not one device's, with the model's own keys")
+        return None
+
+    def _prove(self, case: Case, reference: Reference, one: Values, moved: Values, keyed: Reference | None) -> Proved:
         begin = time.perf_counter()
         try:
             model = self.shard(case, functools.partial(with_weights, reference=reference))
@@ -263,7 +275,10 @@ class Subject:
             return Proved(case, REFUSED, (), Cause("refused-loss", str(error)), 0.0, time.perf_counter() - begin)
         found = differences(run.values, one, moved, reference.eps)
         is_equal = not found and not run.copies
-        cause = _torn(reference, one, run) if is_equal else explain(reference, one, run, case.accumulate, found)
+        diagnosis = Diagnosis(reference, one, run, case.accumulate, found)
+        cause = _torn(reference, one, run) if is_equal else diagnosis.cause()
+        if cause is None and keyed and case.accumulate == 1 and run.layout.data_axes:
+            cause = self._check_keys(keyed, run_case(model, make_step, tx, keyed))
         given, wanted = run.values.of("gradient"), one.of("gradient")
         gaps = [np.linalg.norm(given[n] - x) / (np.linalg.norm(x) or 1.0) for n, x in wanted.items() if n in given]
         status, seconds = DIFFERS if cause else EQUAL, time.perf_counter() - begin

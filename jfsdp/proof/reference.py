@@ -25,6 +25,11 @@ FAST_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expens
 _NO_UNITS = Hooks({}, lambda *_: None, lambda unit: True, lambda x: x, lambda x: x)  # type: ignore[arg-type,return-value]
 
 
+def data_of(x: jax.Array) -> jax.Array:
+    """Return an array; the numbers of a random key."""
+    return jax.random.key_data(x) if is_key(x) else x
+
+
 @dataclasses.dataclass(frozen=True)
 class Values:
     """Values of a run that a proof compares, by kind and name, such as `gradient`, `layers.0.kernel`.
@@ -112,7 +117,7 @@ class Reference:
         found |= {("parameter", name): x for name, x in params.items()}
         for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
             found["optimizer state", array_name(self.model.tree, path)] = x
-        found |= {("model state", name): x for name, x in state.items() if not is_key(x)}
+        found |= {("model state", name): data_of(x) for name, x in state.items()}
         return Values(jax.device_get(found), tuple(weights))
 
     @functools.cached_property

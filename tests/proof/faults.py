@@ -915,6 +915,3 @@ FAULTS = [
         of(functools.partial(RowParallel, local=whole_sum), mesh={"fsdp": 2, "tensor": 2}, placements=CUT),
     ),
 ]
-
-# Masks that devices share, and keys in a state, are not compared: random keys draw the same bits everywhere.
-UNSEEN = ("engine: devices share dropout masks", "engine: keys of the state stay a device's own")

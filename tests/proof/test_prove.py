@@ -76,7 +76,7 @@ def test_a_refusal_is_no_proof():
 
     options = {"meshes": [{"fsdp": 8}], "programs": ("manual",), "strategies": ("full_shard",), **ONE}
     (one,) = (proof := jfsdp.prove(Lookup, unequal, optax.sgd(0.1), batch(), **options)).cases
-    assert not proof.is_ok and one.status == "refused" and "weight" in one.cause.text
+    assert not proof.is_ok and one.status == "refused" and one.cause and "weight" in one.cause.text
 
 
 def test_adapters_are_refused():
@@ -88,7 +88,7 @@ def test_adapters_are_refused():
 @pytest.mark.parametrize("name", ["llama-8b", pytest.param("mixtral-8x7b", marks=pytest.mark.proof), "gpt2"])
 def test_models_are_cut_to_size(name):
     job, changed = cut_to_size(find_job(name))
-    assert changed and num_parameters(job) <= 2 * MOST_PARAMETERS
+    assert changed and (num_parameters(job) or 0) <= 2 * MOST_PARAMETERS
     assert {getattr(job.config, field) for field in changed} == {*changed.values()}
     rows = random_batch(job, 8, 32)
     assert rows["tokens"].shape == (8, 32) and rows["tokens"].max() < job.config.vocab_size
