@@ -33,7 +33,7 @@ PARITY := $(addprefix tests/engine/test_,parity.py manual_parity.py pipeline_par
   tests/test_compat.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install train finetune test quick oldest lint format proofs docs dist clean
+.PHONY: help install train finetune test gpu quick oldest lint format proofs docs dist clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -62,6 +62,9 @@ $(VENV)/.peft: $(STAMP)
 
 test: install $(if $(ARGS),,lint) ## Lint, check types, run the tests; with ARGS only these tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile $(ARGS)
+
+gpu: install ## Prove and measure on this machine's GPUs in 8 minutes; writes gpu-proof.md and gpu-proof.json
+	$(BIN)/python scripts/gpu_proof.py $(ARGS)
 
 quick: install ## What two minutes can show without compiling: layouts, options, data, files, bytes by theory
 	$(BIN)/python -m pytest -n $(WORKERS) $(QUICK) $(ARGS)

@@ -33,10 +33,12 @@ import jax
 import numpy as np
 
 from jfsdp import checkpoint
+from jfsdp.cli.console import GIB
 from jfsdp.launch.runtime import plain_warnings, start_jax
 from jfsdp.layout.mesh import make_mesh, num_data_shards
 from jfsdp.plan.cluster.gpus import gpu_of_device
 from jfsdp.plan.cluster.hardware import Cluster
+from jfsdp.plan.cluster.target import has_nvidia_driver
 from jfsdp.plan.jobs import find_planned_job, plan_job
 from jfsdp.plan.time.profile import read_profile
 from jfsdp.proof.jobs import cut_to_size, prove_job, random_batch
@@ -44,7 +46,9 @@ from jfsdp.trainer.help_groups import option, read_command
 from jfsdp.trainer.options import Count, Location, Real, StepOptions, describe_error
 from jfsdp.trainer.step import make_step
 
-SMALL = "llama-tiny"
+SMALL, SIZES = "llama-tiny", (("num_layers", 2), ("dim", 64))
+TRACED = 3  # steps
+SIMULATED = 4  # devices of the CPU, without a GPU
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 NEEDED_GIB = {"llama-8b": 300, "llama-3b": 120, "llama-1b": 45}  # of all devices together, for a step with AdamW
 
@@ -79,8 +83,8 @@ class Result:
 class Proof:
     """The checks on one machine; each returns a line and data, and raises if something is wrong."""
 
-    def __init__(self, options: ProofOptions):
-        self.options, self.devices = options, jax.devices()
+    def __init__(self, options: ProofOptions, traces: Path):
+        self.options, self.traces, self.devices = options, traces, jax.devices()
         self.is_gpu = self.devices[0].platform == "gpu"
         self.gpu = gpu_of_device(self.devices[0].device_kind) if self.is_gpu else None
 
@@ -137,32 +141,40 @@ class Proof:
         return f"{size / 1e6:.0f} MB in {saved_s:.2f} s, all bits equal", {"bytes": size, "save_s": saved_s}
 
     def measure(self) -> tuple[str, dict[str, Any]]:
-        """Memory and time of a step, and hidden communication, beside the plan."""
+        """Memory and time of a step beside the plan."""
         options = self._measured()
         model, tx, step, batch = self._make(options)
         batch, state, seconds = step.shard_batch(batch), model.init(tx), []
-        with tempfile.TemporaryDirectory() as directory:
-            for number in range(self.options.steps + 3):
-                if number == self.options.steps:
-                    jax.profiler.start_trace(directory)
-                begin = time.perf_counter()
+        for _ in range(self.options.steps + 1):
+            begin = time.perf_counter()
+            state, metrics = step(state, batch)
+            jax.block_until_ready(metrics)
+            seconds.append(time.perf_counter() - begin)
+        peak = (self.devices[0].memory_stats() or {}).get("peak_bytes_in_use")
+        with jax.profiler.trace(str(self.traces)):
+            for _ in range(TRACED):
                 state, metrics = step(state, batch)
-                jax.block_until_ready(metrics)
-                seconds.append(time.perf_counter() - begin)
-            jax.profiler.stop_trace()
-            profile = read_profile(Path(directory))[0]
-        stats = self.devices[0].memory_stats() or {}
-        found: dict[str, Any] = {"model": options.model, "first_step_s": seconds[0], "profile": profile.seconds}
-        found |= {"step_s": float(np.median(seconds[1 : self.options.steps])), "hidden_s": profile.hidden_s}
-        found["peak_bytes"] = stats.get("peak_bytes_in_use")
+            jax.block_until_ready(metrics)
+        found: dict[str, Any] = {"model": options.model, "first_step_s": seconds[0], "peak_bytes": peak}
+        found["step_s"] = float(np.median(seconds[1:]))
         text = f"{options.model} on {len(self.devices)} devices: {found['step_s']:.3f} s a step"
         if self.gpu is None:
             return f"{text}; no plan for {self.devices[0].device_kind}", found
         plan = plan_job(options, Cluster(self.gpu, 1, len(self.devices)))
         found["planned"] = {"step_s": plan.step_s, "bytes": plan.memory.peak_bytes, "parts_s": plan.timeline.critical}
         found["planned"]["miscompiles"] = [one.message for one in plan.miscompiles]
-        text += f", planned {plan.step_s:.3f}; {(found['peak_bytes'] or 0) / 2**30:.2f} GiB at the peak, planned "
-        return f"{text}{plan.memory.peak_bytes / 2**30:.2f}", found
+        planned = f"{plan.memory.peak_bytes / GIB:.2f}"
+        return f"{text}, planned {plan.step_s:.3f}; {(peak or 0) / GIB:.2f} GiB at the peak, planned {planned}", found
+
+    def profile(self) -> tuple[str, dict[str, Any]]:
+        """Where the time of the measured steps went, and how much communication is hidden."""
+        found = read_profile(self.traces)[0]
+        waited, num = found.seconds["exposed_s"], len(self.devices)
+        share = f"{found.hidden_s / total:.0%} of communication hidden" if (total := found.hidden_s + waited) else ""
+        parts = ", ".join(f"{name.removesuffix('_s')} {1e3 * value:.1f} ms" for name, value in found.seconds.items())
+        if not self.is_gpu:
+            share = "simulated devices share cores, so nothing is hidden"
+        return f"{parts}; {share or f'no communication on {num} device'}", dataclasses.asdict(found)
 
     def race(self) -> tuple[str, dict[str, Any]]:
         """The time of a step beside PyTorch FSDP2."""
@@ -180,7 +192,8 @@ class Proof:
         return "see the table of scripts/bench.py in the JSON", found
 
     def _small(self, **changes: Any) -> StepOptions:
-        return StepOptions(**{"model": SMALL, "param_dtype": "float32", "seq_len": 64, "remat": "none", **changes})
+        usual = {"model": SMALL, "model_config": SIZES, "param_dtype": "float32", "seq_len": 64, "remat": "none"}
+        return StepOptions(**usual | changes)
 
     def _measured(self) -> StepOptions:
         """Return the options of the command, with the largest model that fits and rows that such GPUs train on."""
@@ -188,7 +201,7 @@ class Proof:
         if options.model or options.factory:
             return options
         limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in self.devices]
-        fits = [name for name, size in NEEDED_GIB.items() if sum(limits) / 2**30 >= size]
+        fits = [name for name, size in NEEDED_GIB.items() if sum(limits) / GIB >= size]
         return dataclasses.replace(options, model=(fits or [SMALL])[0], seq_len=4096 if fits else 128)
 
     def _make(self, options: StepOptions, num_devices: int = 0) -> tuple[Any, Any, Any, Any]:
@@ -214,7 +227,7 @@ class Proof:
         return f"losses within {error:.1e}, {limit:g} allowed", {"error": error, "losses": [x.tolist() for x in losses]}
 
 
-CHECKS = ("prove", "attention", "offload", "lora", "float8", "checkpoint", "measure", "race")
+CHECKS = ("prove", "attention", "offload", "lora", "float8", "checkpoint", "measure", "profile", "race")
 
 
 def run_checks(proof: Any, minutes: float, report: Callable[[Result], None]) -> list[Result]:
@@ -274,10 +287,12 @@ def main(argv: Sequence[str]) -> int:
         directory = Path(options.directory or ".").expanduser()
         if not os.access(directory, os.W_OK):
             raise ValueError(f"--directory {directory}: is no directory that can be written; make it")
-        with plain_warnings():
+        with plain_warnings(), tempfile.TemporaryDirectory(prefix="jfsdp-gpu-proof-") as traces:
+            if not has_nvidia_driver() and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+                jax.config.update("jax_platforms", "cpu")
+                jax.config.update("jax_num_cpu_devices", SIMULATED)
             start_jax()
-            proof = Proof(options)
-            results = run_checks(proof, options.minutes, _show)
+            results = run_checks(Proof(options, Path(traces)), options.minutes, _show)
     except (MissingExtra, ValueError) as error:
         print(f"gpu_proof.py: error: {describe_error(error, ProofOptions)}", file=sys.stderr)
         return 2

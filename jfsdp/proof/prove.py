@@ -31,7 +31,7 @@ from jfsdp.modules.adapt import as_model
 from jfsdp.proof.cases import STRATEGIES, Case, choose_cases
 from jfsdp.proof.causes import Cause, Diagnosis
 from jfsdp.proof.compare import Difference, Run, capture, differences, run_case
-from jfsdp.proof.reference import FAST_TO_COMPILE, Reference, Values
+from jfsdp.proof.reference import Reference, Values, fast_to_compile
 from jfsdp.train.checks import as_arrays
 from jfsdp.train.fully_shard import fully_shard
 from jfsdp.train.sharded import ShardedModel
@@ -234,7 +234,7 @@ class Subject:
     def _refer(self) -> Reference:
         """Return the reference, with floating arrays in float64 if `wide`."""
         whole, base = self.shard(Case((("fsdp", 1),)), lambda model: model), as_model(self.model)
-        made = jax.jit(base.create, compiler_options=FAST_TO_COMPILE)(0)
+        made = jax.jit(base.create, compiler_options=fast_to_compile())(0)
         trained = frozenset(leaf.path for leaf in whole.layout.leaves if leaf.trainable)
         cast = _widen if self.wide else lambda x: x
         params, state = jax.tree.map(cast, made)
@@ -268,7 +268,7 @@ class Subject:
             tx = capture(self.make_tx(model))
             options = {"program": case.program, "accumulate": case.accumulate, "max_grad_norm": self.max_grad_norm}
             make_step = functools.partial(
-                model.train_step, self.loss_fn, tx, compiler_options=FAST_TO_COMPILE, **options
+                model.train_step, self.loss_fn, tx, compiler_options=fast_to_compile(), **options
             )
             run = run_case(model, make_step, tx, reference)
         except ValueError as error:

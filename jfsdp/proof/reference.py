@@ -18,8 +18,12 @@ from jfsdp.modules.model import Arrays, Hooks, PlainModel
 from jfsdp.train.step.loss import as_loss
 from jfsdp.train.update.roles import array_name
 
-# XLA:CPU compiles in a fraction of the time; a proof compiles more than it computes.
-FAST_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+
+def fast_to_compile() -> dict[str, Any]:
+    """Return options with which XLA:CPU compiles in a fraction of the time: a proof compiles more than it computes."""
+    is_cpu = jax.default_backend() == "cpu"
+    return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True} if is_cpu else {}
+
 
 # Without units a model calls none of these: it runs as the user wrote it.
 _NO_UNITS = Hooks({}, lambda *_: None, lambda unit: True, lambda x: x, lambda x: x)  # type: ignore[arg-type,return-value]
@@ -76,7 +80,7 @@ class Reference:
         def compute(trained: Arrays, frozen: Arrays, state: Arrays, rows: Any) -> Any:
             return self.loss({**frozen, **trained}, state, rows)
 
-        return jax.jit(jax.value_and_grad(compute, has_aux=True), compiler_options=FAST_TO_COMPILE)
+        return jax.jit(jax.value_and_grad(compute, has_aux=True), compiler_options=fast_to_compile())
 
     def gradient(self, params: Arrays, state: Arrays, rows: Any) -> tuple[jax.Array, jax.Array, Arrays, Arrays]:
         """Return the total, its weight, the state afterwards, and the gradients of the total by name."""
@@ -95,8 +99,8 @@ class Reference:
         params, state, found = dict(params or self.params), self.state, dict[tuple[str, str], Any]()
         tx, build, by_name = optax.with_extra_args_support(self.tx), self.model.tree.build, self.model.tree.by_name
         pick = lambda values: build({name: values[name] for name in self.trained})  # noqa: E731
-        opt_state, weights = jax.jit(tx.init, compiler_options=FAST_TO_COMPILE)(pick(params)), []
-        update = jax.jit(tx.update, compiler_options=FAST_TO_COMPILE)
+        opt_state, weights = jax.jit(tx.init, compiler_options=fast_to_compile())(pick(params)), []
+        update = jax.jit(tx.update, compiler_options=fast_to_compile())
         for index, batch in enumerate(self.batches):
             loss, weight, sums = 0.0, 0.0, None
             for part in range(accumulate):
