@@ -1,8 +1,8 @@
 """Prove and measure jfsdp on this machine's devices, in about eight minutes: `make gpu`.
 
-Computes small steps on the real devices and compares them with one device, measures a larger step beside its plan, and
-times it beside PyTorch FSDP2 if torch is installed. Writes `gpu-proof.json` and the page `gpu-proof.md`, to attach to
-an issue. Needs no network. Without a GPU it runs on the CPU, and what a GPU alone can show is marked "not shown".
+Computes small steps on the real devices and compares them with one device, measures a larger step next to its plan, and
+times it next to PyTorch FSDP2 if torch is installed. Writes `gpu-proof.json` and the page `gpu-proof.md`, to attach to
+an issue. Needs no network. Without a GPU it runs on the CPU, and what only a GPU can show is marked "not shown".
 
 Exit status: 0 if nothing failed; 1 if a check failed; 2 for bad arguments.
 """
@@ -141,7 +141,7 @@ class Proof:
         return f"{size / 1e6:.0f} MB in {saved_s:.2f} s, all bits equal", {"bytes": size, "save_s": saved_s}
 
     def measure(self) -> tuple[str, dict[str, Any]]:
-        """Memory and time of a step beside the plan."""
+        """Memory and time of a step, and the plan's."""
         options = self._measured()
         model, tx, step, batch = self._make(options)
         batch, state, seconds = step.shard_batch(batch), model.init(tx), []
@@ -177,7 +177,7 @@ class Proof:
         return f"{parts}; {share or f'no communication on {num} device'}", dataclasses.asdict(found)
 
     def race(self) -> tuple[str, dict[str, Any]]:
-        """The time of a step beside PyTorch FSDP2."""
+        """The time of a step, and of PyTorch FSDP2."""
         if installed_version("torch") is None or installed_version("transformers") is None:
             raise NotShown("torch and transformers are not installed")
         if not self.is_gpu:
@@ -286,7 +286,7 @@ def main(argv: Sequence[str]) -> int:
         options = read_command(ProofOptions, argv, prog="gpu_proof.py", description=__doc__)
         directory = Path(options.directory or ".").expanduser()
         if not os.access(directory, os.W_OK):
-            raise ValueError(f"--directory {directory}: is no directory that can be written; make it")
+            raise ValueError(f"--directory {directory}: cannot be written; make it")
         with plain_warnings(), tempfile.TemporaryDirectory(prefix="jfsdp-gpu-proof-") as traces:
             if not has_nvidia_driver() and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
                 jax.config.update("jax_platforms", "cpu")

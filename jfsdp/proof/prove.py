@@ -306,6 +306,6 @@ def with_weights(model: Any, reference: Reference) -> Any:
     """
     base = as_model(model)
     if other := base.params.keys() ^ reference.params.keys():
-        raise ValueError(f"prove: {min(other)} is a parameter on some meshes only, so there is no reference for it")
+        raise ValueError(f"prove: {min(other)} is a parameter on some meshes only, and cannot be compared")
     plain = base.plain(reference.params, reference.state)
     return (*model[:2], plain) if isinstance(model, tuple | list) else plain
