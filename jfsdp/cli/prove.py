@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 from typing import Annotated, Any
 
@@ -66,8 +67,8 @@ class Prove(Reporting, ShardingOptions):
         }
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(ShardingOptions)}
         options = ShardingOptions(**fields | {"mesh": (), "strategy": "full_shard", "accumulate": 1, "remat": "none"})
-        rows = self.devices * max(accumulate)
-        batch = jobs.random_batch(job, rows, self.seq_len or jobs.tokens_of(job))
+        num_devices = math.prod(dict(self.mesh).values()) if self.mesh else self.devices
+        batch = jobs.random_batch(job, num_devices * max(accumulate), self.seq_len or jobs.tokens_of(job))
         console = make_console()
         if changed and not self.json:
             console.print(f"{job.name} cut to size: {write(tuple(changed.items()))}")
@@ -79,7 +80,8 @@ class Prove(Reporting, ShardingOptions):
         def print_proof() -> None:
             num, refused = (sum(one.status == status for one in proof.cases) for status in ("equal", "refused"))
             verdict = f"{num} of {len(proof.cases)} cases equal one device" + f", {refused} refused" * bool(refused)
-            print_verdict(console, proof.is_ok, "EQUAL" if proof.is_ok else "DIFFERS", verdict)
+            word = "EQUAL" if proof.is_ok else "REFUSED" if refused == len(proof.cases) else "DIFFERS"
+            print_verdict(console, proof.is_ok, word, verdict)
             console.print(str(proof), soft_wrap=True)
 
         self.report({"model": job.name, "config": changed} | proof.to_dict(), print_proof)

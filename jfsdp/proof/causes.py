@@ -7,6 +7,27 @@ other coefficients, which least squares find: all equal for a wrong factor, zero
 the weights for a mean of means. If all coefficients are right but the gradient of all rows together is another one, the
 rows depend on each other. What no combination explains is a rounding (by its size), other values at the same places (by
 their order), or unknown.
+
+[Note: causes]
+    not-finite       a value is not finite
+    partial-copies   devices have different values of a replicated array: a sum over their axis is missing
+    missing-sum      a gradient has the rows of some devices only: a sum over their axis is missing
+    factor           a gradient is multiplied by a constant: summed twice, divided twice, or divided by another number
+    unequal-weights  rows of different devices count differently: a mean of means, or a sum over some devices twice
+    coupled-rows     rows depend on each other, and each device computed its own rows
+    coupled-tokens   tokens depend on their number or order in the row, and each device computed its own tokens
+    random-masks     devices draw other random numbers than one device
+    shared-key       all devices draw the same random numbers for their rows
+    cast             a value is rounded to a narrower dtype
+    detached         a gradient is zero: a collective without derivative, or a stop_gradient
+    wrong-place      the values are right, but at other places
+    frozen           a frozen parameter changed, or a trained one did not
+    optimizer        the gradients agree, and the update does not
+    model-state      the model's other state does not agree
+    refused          the loss is not what the step's program needs
+    forward          devices compute another loss: a collective in the model, a count of devices, or wrong weights
+    backward         the loss agrees and its gradient does not: a derivative that is missing, or summed twice
+    unknown          no known cause has this signature
 """
 
 from __future__ import annotations
@@ -32,33 +53,33 @@ _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn")
 
 @dataclasses.dataclass(frozen=True)
 class Cause:
-    """Why a value differs: a name of `CAUSES`, and the facts."""
+    """Why a value differs: a name of [Note: causes], and the facts."""
 
     name: str
     text: str
 
 
-CAUSES = {
-    "not-finite": "a value is not finite",
-    "partial-copies": "devices have different values of a replicated array: a sum over their axis is missing",
-    "missing-sum": "a gradient has the rows of some devices only: a sum over their axis is missing",
-    "factor": "a gradient is multiplied by a constant: summed twice, divided twice, or divided by another number",
-    "unequal-weights": "rows of different devices count differently: a mean of means, or a sum over some devices twice",
-    "coupled-rows": "rows depend on each other, and each device computed its own rows",
-    "coupled-tokens": "tokens depend on their number or order in the row, and each device computed its own tokens",
-    "random-masks": "devices draw other random numbers than one device",
-    "shared-key": "all devices draw the same random numbers for their rows",
-    "cast": "a value is rounded to a narrower dtype",
-    "detached": "a gradient is zero: a collective without derivative, or a stop_gradient",
-    "wrong-place": "the values are right, but at other places",
-    "frozen": "a frozen parameter changed, or a trained one did not",
-    "optimizer": "the gradients agree, and the update does not",
-    "model-state": "the model's other state does not agree",
-    "refused-loss": "the loss is not what the step's program needs",
-    "forward": "devices compute another loss: a collective in the model, a count of devices, or wrong weights",
-    "backward": "the loss agrees and its gradient does not: a derivative that is missing, or summed twice",
-    "unknown": "no known cause has this signature",
-}
+CAUSES = (
+    "not-finite",
+    "partial-copies",
+    "missing-sum",
+    "factor",
+    "unequal-weights",
+    "coupled-rows",
+    "coupled-tokens",
+    "random-masks",
+    "shared-key",
+    "cast",
+    "detached",
+    "wrong-place",
+    "frozen",
+    "optimizer",
+    "model-state",
+    "refused",
+    "forward",
+    "backward",
+    "unknown",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -88,8 +88,8 @@ class Proof:
         width = max((len(one.case.name) for one in self.cases), default=0)
         lines = [f"parameters in {self.dtype}, narrowest dtype in the loss rounds by {self.eps:.1e}{self.note}"]
         for one in self.cases:
-            facts = f"gradients within {one.worst:.1e}" if one.status == EQUAL else ""
-            facts = f"{one.cause.name}: {one.cause.text}" if one.cause else facts
+            text = one.cause.text if one.cause else f"gradients within {one.worst:.1e}"
+            facts = f"{one.cause.name}: {text}" if one.cause and one.status == DIFFERS else text
             lines.append(f"{one.case.name:{width}}  {one.status:7}  {facts}".rstrip())
         return "\n".join(lines)
 
@@ -272,7 +272,7 @@ class Subject:
             )
             run = run_case(model, make_step, tx, reference)
         except ValueError as error:
-            return Proved(case, REFUSED, (), Cause("refused-loss", str(error)), 0.0, time.perf_counter() - begin)
+            return Proved(case, REFUSED, (), Cause("refused", str(error)), 0.0, time.perf_counter() - begin)
         found = differences(run.values, one, moved, reference.eps)
         is_equal = not found and not run.copies
         diagnosis = Diagnosis(reference, one, run, case.accumulate, found)

@@ -657,11 +657,11 @@ GRID = {"replica": 2, "fsdp": 2}
 FAULTS = [
     # Losses.
     Fault("loss: a mean of masked means", of(loss_fn=mean_of_means), ("unequal-weights",), quick=True),
-    Fault("loss: a mean with weight 1", of(loss_fn=mean_with_weight_one), ("refused-loss",)),
+    Fault("loss: a mean with weight 1", of(loss_fn=mean_with_weight_one), ("refused",)),
     Fault(
         "loss: the items of the global batch as each device's weight",
         of(loss_fn=global_count, batch={**make_batch(), "num_items": np.float32(ROWS)}),
-        ("refused-loss", "factor"),
+        ("refused", "factor"),
     ),
     Fault(
         "loss: a device without items counts one",
@@ -684,13 +684,13 @@ FAULTS = [
         ("detached", "coupled-rows", "backward"),
     ),
     Fault("loss: pairs of neighbouring rows, torn by microbatches", of(loss_fn=pairs, accumulate=2), ("coupled-rows",)),
-    Fault("loss: noise from a key made in the loss", of(loss_fn=noisy), ("shared-key", "random-masks", "refused-loss")),
+    Fault("loss: noise from a key made in the loss", of(loss_fn=noisy), ("shared-key", "random-masks", "refused")),
     Fault("loss: noise of the host, drawn in each trace", of(loss_fn=host_noise), ("random-masks",)),
     Fault("loss: its sum over devices is summed again", of(loss_fn=summed, strategy="zero1"), ("factor",)),
     Fault("loss: its total is divided by the number of devices", of(loss_fn=averaged, mesh=GRID), ("factor",)),
     Fault("loss: a part times the number of devices", of(loss_fn=penalized), ("factor", "forward")),
     Fault("loss: next tokens of a device's tokens", with_tokens(Net, shifted), ("coupled-tokens",)),
-    Fault("loss: of a mean over a device's tokens", with_tokens(Net, pooled), ("refused-loss",)),
+    Fault("loss: of a mean over a device's tokens", with_tokens(Net, pooled), ("refused",)),
     Fault("loss: of a mean over a device's tokens, by token", with_tokens(Net, pooled_by_token), ("coupled-tokens",)),
     # Models.
     Fault("model: batch norm of a device's rows", of(hidden(batch_norm)), ("coupled-rows",)),
@@ -701,7 +701,7 @@ FAULTS = [
     Fault(
         "model: dropout by a key of a counter in the state",
         of(functools.partial(Counted, draws=True)),
-        ("shared-key", "random-masks", "refused-loss"),
+        ("shared-key", "random-masks", "refused"),
     ),
     Fault(
         "model: no sum over axis tensor",

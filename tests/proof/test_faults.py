@@ -24,7 +24,7 @@ def test_faults_are_found_and_named(fault, monkeypatch):
 
 
 def test_faults_are_named_as_causes_and_once():
-    assert {name for fault in FAULTS for name in fault.causes} == CAUSES.keys() - {"unknown"}
+    assert {name for fault in FAULTS for name in fault.causes} == {*CAUSES} - {"unknown"}
     assert len({fault.name for fault in FAULTS}) == len(FAULTS)
     assert len(FAULTS) - sum(not fault.causes for fault in FAULTS) >= 40
     assert jax.device_count() >= 4
