@@ -59,29 +59,6 @@ class Cause:
     text: str
 
 
-CAUSES = (
-    "not-finite",
-    "partial-copies",
-    "missing-sum",
-    "factor",
-    "unequal-weights",
-    "coupled-rows",
-    "coupled-tokens",
-    "random-masks",
-    "shared-key",
-    "cast",
-    "detached",
-    "wrong-place",
-    "frozen",
-    "optimizer",
-    "model-state",
-    "refused",
-    "forward",
-    "backward",
-    "unknown",
-)
-
-
 @dataclasses.dataclass(frozen=True)
 class Cells:
     """Gradients of the loss of the rows (and tokens) of each device and microbatch.

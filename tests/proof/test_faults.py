@@ -1,14 +1,17 @@
 """What `prove` finds and names of seeded faults, and that it finds nothing in programs without a fault."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
 
 import jfsdp
-from jfsdp.proof.causes import CAUSES
+from jfsdp.proof import causes
 from tests.proof.faults import DIM, FAULTS, of, weight
 
+CAUSES = re.findall(r"^    ([\w-]+) +\w", causes.__doc__ or "", re.M)
 MARKED = [pytest.param(x, id=x.name, marks=() if x.quick else pytest.mark.proof) for x in FAULTS]
 
 
