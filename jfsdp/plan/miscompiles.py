@@ -1,4 +1,4 @@
-"""Programs that XLA or JAX compiles to something else than was written, found in the compiled step.
+"""Programs that XLA or JAX compiles to something else than was meant, found in the compiled step.
 
 [Note: known miscompiles]
 Each entry of `MISCOMPILES` states the versions that have the fault, what to look for in the program, and a remedy. The
@@ -24,6 +24,7 @@ from jfsdp.plan.traffic.checks import Finding, stated_flops
 from jfsdp.train.step.step import TrainStep
 
 _SUMS = ("all-reduce", "reduce-scatter")
+_COUNTS = 1024  # smaller sums of whole numbers are flags and counters
 # Operations on cuDNN's statistics that keep them for the backward.
 _KEEPS = ("reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "optimization_barrier")
 _KEEPS += ("name", "stop_gradient", "sharding_constraint", "transpose")
@@ -50,6 +51,7 @@ class Miscompile:
       remedy: what to change.
       issue: upstream; "" if there is none.
       find: yields the facts and the place of each occurrence.
+      is_note: whether it may be intended, so that an audit does not fail.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Miscompile:
     remedy: str
     issue: str
     find: Callable[[Program], Found]
+    is_note: bool = False
 
 
 def _slices(program: Program) -> Found:
@@ -75,7 +78,8 @@ def _narrow_sums(program: Program) -> Found:
     for _, inst, times in walk(program.module):
         sums = [inner for inner in _with_wrapped(program.module, inst) if collective_kind(inner) in _SUMS]
         for inner in sums:
-            narrow = [shape for shape in inner.shapes if shape.dtype.startswith(("f8", "s8", "u8", "s4", "u4"))]
+            wide = [shape for shape in inner.shapes if shape.num_elements > _COUNTS]
+            narrow = [shape for shape in wide if shape.dtype.startswith(("f8", "s8", "u8", "s4", "u4"))]
             adds = program.module.computations.get(inner.attribute("to_apply"))
             if narrow and (adds is None or adds.root.opcode == "add"):
                 kind, shape = collective_kind(inner), narrow[0]
@@ -208,6 +212,7 @@ MISCOMPILES = (
         "disable the pass (xla_disable_hlo_passes=rematerialization), and give the units a remat policy",
         "",
         _rematerialized,
+        is_note=True,
     ),
     Miscompile(
         "branch",
@@ -216,6 +221,7 @@ MISCOMPILES = (
         "compute both branches and select with jnp.where, or make sure that all devices take the same branch",
         "",
         _branches,
+        is_note=True,
     ),
 )
 
@@ -242,7 +248,16 @@ def find_miscompiles(module: Module, jaxpr: Any = None, num_devices: int = 1) ->
     """
     program = Program(module, jaxpr, num_devices)
     return [
-        Finding(one.name, f"{facts}: {one.result}; {one.remedy}{f' ({one.issue})' * bool(one.issue)}", 0.0, "", where)
+        Finding(
+            one.name,
+            f"{facts}: {one.result} ({', '.join(filter(None, (one.versions, one.issue)))}); {one.remedy}",
+            0.0,
+            "",
+            where,
+        )
         for one in MISCOMPILES
         for facts, where in one.find(program)
     ]
+
+
+NOTES = tuple(one.name for one in MISCOMPILES if one.is_note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jfsdp.layout.mesh import CONTEXT, EXPERT, PIPE
@@ -34,13 +34,8 @@ class Case:
         return f"{mesh} {getattr(self.strategy, 'name', self.strategy)} {self.program or 'auto'}{more}"
 
 
-def cover(columns: Mapping[str, Sequence[Any]], allows: Callable[[dict[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Return rows with one value per column that contain every pair of values of any two columns (greedy).
-
-    Args:
-      allows: whether a row is possible.
-    """
-    rows = [row for values in itertools.product(*columns.values()) if allows(row := dict(zip(columns, values)))]
+def cover(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return some of the rows, which contain every pair of values of any two columns that all contain (greedy)."""
     pairs = [set(itertools.combinations(sorted((name, repr(x)) for name, x in row.items()), 2)) for row in rows]
     missing, found = set[Any]().union(*pairs), []
     while missing:
@@ -73,11 +68,8 @@ def choose_cases(
         used = [axis for axis in others if row[axis] > 1]
         return len(used) <= most and not {PIPE, CONTEXT} <= {*used}
 
-    rows = (
-        cover(columns, allows)
-        if not every
-        else [row for values in itertools.product(*columns.values()) if allows(row := dict(zip(columns, values)))]
-    )
+    rows = [row for values in itertools.product(*columns.values()) if allows(row := dict(zip(columns, values)))]
+    rows = rows if every else cover(rows)
     return list(dict.fromkeys(_case(row, others, num_devices) for row in rows))
 
 
@@ -85,6 +77,7 @@ def _case(row: dict[str, Any], others: Sequence[str], num_devices: int) -> Case:
     sizes = {axis: row.pop(axis) for axis in others}
     used = {axis: size for axis, size in sizes.items() if size > 1}
     mesh = row.pop("mesh", None) or {**used, "fsdp": num_devices // math.prod(used.values())}
-    row |= {"program": "manual"} if {PIPE, EXPERT} & mesh.keys() else {}  # these exist in program manual only
-    row |= {"accumulate": 2} if PIPE in mesh else {}  # microbatches fill the stages
+    sizes = {axis for axis, size in mesh.items() if size > 1}
+    row |= {"program": "manual"} if {PIPE, EXPERT} & sizes else {}  # these exist in program manual only
+    row |= {"accumulate": max(2, row["accumulate"])} if PIPE in sizes else {}  # microbatches fill the stages
     return Case(tuple(mesh.items()), **row)

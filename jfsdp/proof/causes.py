@@ -81,9 +81,9 @@ class Cells:
         is_mean = np.all(self.weights == 1)  # the loss is a scalar: a mean of the parts' means
         return 1 / (len(self.weights) if is_mean else self.weights.sum())
 
-    def is_sum(self, target: np.ndarray) -> bool:
+    def is_sum(self, target: np.ndarray, close: float = _CLOSE) -> bool:
         """Return whether a gradient is the sum over parts, so that no row depends on another part's."""
-        return bool(np.linalg.norm(self.columns.sum(1) * self.expected - target) <= _CLOSE * np.linalg.norm(target))
+        return bool(np.linalg.norm(self.columns.sum(1) * self.expected - target) <= close * np.linalg.norm(target))
 
 
 class Diagnosis:
@@ -147,13 +147,16 @@ class Diagnosis:
                 yield dataclasses.replace(cause, name=name)
         if moved := [name for name in names if _is_moved(given[name], wanted[name])]:
             yield Cause("wrong-place", f"{_list(moved)}: the elements are one device's in another order")
-        if dtype := self._dtype():
-            yield Cause("cast", f"{listed}: differ by the rounding error of {dtype}")
+        if dtype := self._dtype(is_exact=True):
+            yield Cause("cast", f"{listed}: numbers of {dtype}")
+        near = cells.is_sum(self.flat(wanted)) and self._dtype(is_exact=False)
+        message = "" if "step 1" not in self._of("loss") else self.run.check_loss()
+        if near and not message:
+            yield Cause("cast", f"{listed}: differ by about the rounding error of {near}")
         if "step 1" not in self._of("loss"):
             share = np.vdot(self.flat(given), self.flat(wanted)) / np.vdot(self.flat(wanted), self.flat(wanted))
             what = "a derivative may be missing" if share < 1 else "one may be summed twice"
             yield Cause("backward", f"{listed}: {share:.3g} of one device's, though the loss agrees; {what}")
-        message = self.run.check_loss()
         if not reference.draws and cells.is_sum(self.flat(wanted)):
             yield Cause("forward", message or f"{listed}: of another loss, though one device's rows add up")
         if is_split:
@@ -164,7 +167,8 @@ class Diagnosis:
 
     def _updates(self) -> Iterator[Cause]:
         if "step 1" in self._of("loss"):
-            ratio = float(self.run.values.arrays["loss", "step 1"]) / float(self.one.arrays["loss", "step 1"])
+            one = float(self.one.arrays["loss", "step 1"])
+            ratio = float(self.run.values.arrays["loss", "step 1"]) / one if one else math.inf
             meaning = self._meaning(round(ratio, 4))
             yield Cause("factor", f"the loss is {ratio:g} times one device's, {meaning}; its gradient agrees")
         if names := [*self._of("optimizer state"), *self._of("parameter")]:
@@ -209,7 +213,12 @@ class Diagnosis:
         if factors is not None:
             whole = _fit(cells.columns, self.flat(self.wanted))
             one = cells.expected if whole is None else whole  # parts of other weights on one device: a mean of means
-            yield _of_factors(factors / one, cells, _list(self.names))
+            error = np.linalg.norm(self.flat(self.given) - self.flat(self.wanted)) / np.linalg.norm(
+                self.flat(self.wanted)
+            )
+            adds_up = cells.is_sum(self.flat(self.wanted), min(_CLOSE, 0.1 * float(error)))
+            if not (adds_up and np.allclose(factors / one, 1, atol=1e-3)):
+                yield _of_factors(factors / one, cells, _list(self.names))
             return
         for name in self.names:
             leaf, value = self.run.layout.by_path[name], self.given[name]
@@ -249,15 +258,15 @@ class Diagnosis:
             return f"which is one over {' or '.join(below)}: divided twice, or a sum is missing"
         return "no known number"
 
-    def _dtype(self) -> str:
-        """Return the dtype whose rounding explains a difference; "" if none does."""
+    def _dtype(self, *, is_exact: bool) -> str:
+        """Return the dtype that gradients were rounded to: exactly, or by the size of the difference; "" if none."""
         given, wanted = (np.asarray(self.flat(values), np.float64) for values in (self.given, self.wanted))
-        for dtype in reversed(_DTYPES):
+        for dtype in reversed(_DTYPES) if is_exact else ():
             scaled = [given * factor for factor in (1.0, self.run.values.weights[0])]
             if all(np.array_equal(x, x.astype(jnp.dtype(dtype)).astype(np.float64)) for x in scaled):
                 return dtype
         error = np.linalg.norm(given - wanted) / np.linalg.norm(wanted)
-        near = [dtype for dtype in _DTYPES[:3] if 0.02 < error / float(jnp.finfo(dtype).eps) < 1.5]
+        near = [dtype for dtype in _DTYPES[:3] if not is_exact and 0.02 < error / float(jnp.finfo(dtype).eps) < 1.5]
         return near[0] if near else ""
 
 
@@ -296,6 +305,8 @@ def _ratio(given: np.ndarray, wanted: np.ndarray) -> float | None:
 
 def _is_moved(given: np.ndarray, wanted: np.ndarray) -> bool:
     one, other = np.sort(np.ravel(given)), np.sort(np.ravel(wanted))
+    if np.linalg.norm(given - wanted) <= 1e-2 * np.linalg.norm(wanted):  # at their own places
+        return False
     return np.allclose(one, other, rtol=_CLOSE, atol=1e-9 * np.abs(other).max())
 
 

@@ -17,7 +17,7 @@ from jfsdp.layout.leaf import Leaf
 from jfsdp.plan.hlo.collectives import SCALARS_BYTES, find_collectives
 from jfsdp.plan.hlo.op_names import find_argument
 from jfsdp.plan.hlo.parse import Instruction, Module, parse_module
-from jfsdp.plan.miscompiles import find_miscompiles
+from jfsdp.plan.miscompiles import NOTES, find_miscompiles
 from jfsdp.plan.time.timeline import overlapped_share
 from jfsdp.plan.time.work import describe_products, flops_by_dtype
 from jfsdp.plan.traffic.attribution import split_activations
@@ -112,8 +112,9 @@ def audit(
     check = Check(layout, module, ledger, movements(layout, spec, calls), allowed)
     arguments = list(_arguments(module, layout))
     share = overlapped_share(module, [split_activations(layout, item)[1] for item in collectives])
+    miscompiles = find_miscompiles(module, trace and trace.jaxpr, layout.num_shards(layout.data_axes))
     findings = [
-        *find_miscompiles(module, trace and trace.jaxpr, layout.num_shards(layout.data_axes)),
+        *(one for one in miscompiles if one.trap not in NOTES),
         *check.wire_dtypes(),
         *check.arguments(arguments),
         *check.all_reduces(),
@@ -124,7 +125,8 @@ def audit(
         *check.overlap(share, min_overlap),
         *check.unknown(),
     ]
-    notes = [*_notes(module, layout, ledger, arguments, tolerance), *_other_layout_note(findings, layout)]
+    notes = [f"{one.trap}: {one.message}" for one in miscompiles if one.trap in NOTES]
+    notes += [*_notes(module, layout, ledger, arguments, tolerance), *_other_layout_note(findings, layout)]
     return AuditReport(tuple(findings), ledger, share, tuple(notes))
 
 

@@ -138,10 +138,10 @@ class Loop:
         self.step.prepare(state, batch)  # compares the loss, by programs that are not kept
         with kept_program(None if self.config.cache_dir else self.run_dir / "compiled") as self.program:
             state, metrics = self.step(state, batch)
-            for problem in self.check_program(self.step, batch):
-                self.display.say(problem)
         metrics["loss"].block_until_ready()
         self.first_step_s = time.perf_counter() - begin
+        for problem in self.check_program(self.step, batch):
+            self.display.say(problem)
         got = f"its program was {self.program.compiled} in {self.program.compile_s:.1f} s"
         self.display.say(f"first step: {self.first_step_s:.1f} s; {got}")
         self.throughput.restart()
