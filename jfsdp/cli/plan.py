@@ -175,12 +175,10 @@ class PlanJob(Reporting, StepOptions):
                 advice = advise_job(self, cluster, plan.limit_bytes, plan)
             except Exception as error:  # the plan is printed anyway
                 note = f"no other options were estimated: {type(error).__name__}: {error}"
-        rate = self.checkpoint_gbs * GB
-        training = plan.train(self.tokens, self.checkpoint_every, rate) if self.tokens else None
-        found = plan.to_dict() | _plain(advice) | {"job": self._job()}
-        found |= {"training": dataclasses.asdict(training)} if training else {}
-        failures, outlook = None, {}
-        if training:
+        found, outlook = plan.to_dict() | _plain(advice) | {"job": self._job()}, {}
+        if self.tokens:
+            training = plan.train(self.tokens, self.checkpoint_every, self.checkpoint_gbs * GB)
+            found["training"] = dataclasses.asdict(training)
             if self.mtbf_hours:
                 failures = plan.failures(training, self.mtbf_hours * 3600, self.restart_s)
                 found["failures"] = failures.to_dict(self.checkpoint_every or training.steps)

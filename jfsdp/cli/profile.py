@@ -58,20 +58,18 @@ def _plan(run_dir: Path) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    devices, console = found["devices"], make_console()
+    devices, planned, console = found["devices"], found["planned"] or {}, make_console()
     parts = {name: statistics.mean(one["seconds"].get(name, 0.0) for one in devices) for name in _ROWS}
-    totals = sum(parts.values()), sum((found["planned"] or {}).values())
-    rows = [(title, parts[name], (found["planned"] or {}).get(name, 0.0)) for name, title in _ROWS.items()]
+    totals = sum(parts.values()), sum(planned.values())
+    rows = [(title, parts[name], planned.get(name, 0.0)) for name, title in _ROWS.items()]
     hidden_s = statistics.mean(one["hidden_s"] for one in devices)
     rows += [("total", *totals), ("hidden communication", hidden_s, found["planned_hidden_s"])]
-    numbers = ("measured, ms", "share", *["planned, ms"] * (found["planned"] is not None))
+    numbers = ("measured, ms", "share", *["planned, ms"] * bool(planned))
     table = make_table("mean of a step", *numbers, right=numbers)
     for title, measured_s, planned_s in (row for row in rows if any(row[1:])):
         cells = f"{1e3 * measured_s:.1f}", f"{measured_s / totals[0]:.1%}", f"{1e3 * planned_s:.1f}"
         table.add_row(title, *cells[: len(numbers)])
-    console.print(
-        f"{devices[0]['num_steps']} steps, counted by {devices[0]['counted_by']}, on {len(devices)} devices\n"
-    )
-    console.print(table)
+    counted = f"{devices[0]['num_steps']} steps, counted by {devices[0]['counted_by']}"
+    console.print(f"{counted}, on {len(devices)} devices\n", table)
     if found["not_planned"]:
         console.print(f"no plan: {found['not_planned']}")
