@@ -48,10 +48,10 @@ def _plan(run_dir: Path) -> dict[str, Any]:
         kind, nodes, per_node = stored["devices"]
         if (gpu := gpu_of_device(kind)) is None:
             raise ValueError(f"the devices of the run are {kind}, an unknown GPU")
-        known = {field.name for field in dataclasses.fields(StepOptions)}
-        fields = {name: value for name, value in stored["config"].items() if name in known}
+        usual = StepOptions()
+        fields = {name: value for name, value in stored["config"].items() if hasattr(usual, name)}
         with without_plugin_chatter():
-            clock = plan_job(with_fields(StepOptions(), fields, "config.json"), Cluster(gpu, nodes, per_node)).timeline
+            clock = plan_job(with_fields(usual, fields, "config.json"), Cluster(gpu, nodes, per_node)).timeline
     except Exception as error:  # the profile is printed anyway
         return {"planned": None, "planned_hidden_s": 0.0, "not_planned": f"{type(error).__name__}: {error}"}
     return {"planned": clock.critical, "planned_hidden_s": clock.wire_s - clock.exposed_s, "not_planned": ""}
