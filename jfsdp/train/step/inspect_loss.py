@@ -148,18 +148,8 @@ def survey(
 _RAGGED = ("ragged_dot", "ragged_dot_general")
 # Operations between a weight and the product that reads it.
 _OF_WEIGHTS = {"convert_element_type", "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "copy"}
-_OF_WEIGHTS |= {
-    "abs",
-    "reduce_max",
-    "select_n",
-    "div",
-    "mul",
-    "clamp",
-    "max",
-    "min",
-    "optimization_barrier",
-    "sharding_constraint",
-}
+_OF_WEIGHTS |= {"abs", "reduce_max", "select_n", "div", "mul", "clamp", "max", "min"}
+_OF_WEIGHTS |= {"optimization_barrier", "sharding_constraint"}
 
 
 def _products(layout: Layout, traced: Traced) -> dict[str, str]:
