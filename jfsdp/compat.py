@@ -7,6 +7,7 @@ points of orbax.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import re
 import sys
@@ -148,11 +149,22 @@ def read_thunks(compiled: Any) -> Any:
     return thunky.jax_executable_to_mlir(compiled, thunky.make_ir_context())
 
 
-def reset_compilation_cache() -> None:
-    """Make JAX read the settings of its persistent compilation cache again."""
+@contextlib.contextmanager
+def using_cache(**settings: Any) -> Iterator[None]:
+    """Change settings of JAX's persistent compilation cache, by their names in `jax.config`."""
     from jax.experimental.compilation_cache import compilation_cache
 
-    compilation_cache.reset_cache()
+    def use(values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # JAX reads the settings again
+
+    before = {name: getattr(jax.config, name) for name in settings}
+    use(settings)
+    try:
+        yield
+    finally:
+        use(before)
 
 
 def gather_from_processes(value: Any) -> Any:

@@ -76,7 +76,10 @@ def test_processes_and_grain_are_found():
     np.testing.assert_array_equal(np.asarray(compat.gather_from_processes(np.arange(2))).reshape(-1), np.arange(2))
     names = ("ConcatThenSplitIterDataset", "WindowShuffleIterDataset", "ThreadPrefetchIterDataset", "batch_and_pad")
     assert all(hasattr(compat.grain_experimental(), name) for name in names)
-    compat.reset_compilation_cache()
+    before = jax.config.jax_enable_compilation_cache
+    with compat.using_cache(jax_enable_compilation_cache=not before):
+        assert jax.config.jax_enable_compilation_cache is not before
+    assert jax.config.jax_enable_compilation_cache is before
 
 
 mystery = Primitive("mystery")

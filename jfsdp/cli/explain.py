@@ -21,7 +21,6 @@ from jfsdp.trainer.options import Mesh, ShardingOptions, as_options, make_optimi
 from jfsdp.trainer.parse import read_mesh
 
 if TYPE_CHECKING:
-    from jfsdp.plan.traffic.activations import Value
     from jfsdp.train.state import TrainState
     from jfsdp.train.state_bytes import StateBytes
 
@@ -48,21 +47,14 @@ class Explain(Reporting, ShardingOptions):
 
         with self.phases() as report:
             report(f"tracing {self.model or self.factory} and its step")
-            state, program, values = self._abstract()
+            state, program = self._abstract()
         table = explain_to_dict(state)
         table["warnings"] = [*program["warnings"], *table["warnings"]]
-        table |= {"activations": [dataclasses.asdict(value) for value in values]} if self.activations else {}
-
-        def show() -> None:
-            _print(state, program, self.wide)
-            if self.activations:
-                _print_values(values, program["program"])
-
-        self.report(program | table, show)
+        self.report(program | table, lambda: _print(state, program, self.wide))
         return 0
 
-    def _abstract(self) -> tuple[TrainState, dict[str, Any], list[Value]]:
-        """Return the abstract state, the step's program with its reason and warnings, and activations if wanted."""
+    def _abstract(self) -> tuple[TrainState, dict[str, Any]]:
+        """Return the abstract state, and the step's program, its reason, warnings, and activations if wanted."""
         from jfsdp.plan.traffic.activations import list_values
         from jfsdp.trainer.step import make_batch
 
@@ -78,8 +70,10 @@ class Explain(Reporting, ShardingOptions):
             spec = step.resolve(batch)  # raises the errors of training
         messages = [str(warning.message) for warning in found]
         program = {"program": spec.program, "reason": as_options(spec.reason), "warnings": messages}
-        values = list_values(step.read_trace(state, batch), model.layout) if self.activations else []
-        return state, program | {"products": dict(spec.products)}, values
+        program["products"] = dict(spec.products)
+        if self.activations:
+            program["activations"] = list_values(step.read_trace(state, batch), model.layout)
+        return state, program
 
 
 def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
@@ -93,10 +87,9 @@ def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
     num = f"{len(warnings)} warning{'s' * (len(warnings) != 1)}"
     size = f"{show_bytes(count.total)} of state per device"
     print_verdict(console, not warnings, "WARNINGS" if warnings else "OK", f"{size}, {num}")
-    console.print()
     table = Text(format_layout(layout, sizes, width))
     table.highlight_regex(r"(?m)^.*state/device$", "bold")
-    console.print(table, soft_wrap=True)
+    console.print("", table, sep="\n", soft_wrap=True)
     if is_wide:
         make_console(width=10_000).print(_leaves(layout, count))
     console.print(f"program {program['program']}: {program['reason']}")
@@ -107,6 +100,8 @@ def _print(state: TrainState, program: dict[str, Any], is_wide: bool) -> None:
     console.print(_totals(count))
     for warning in warnings:
         console.print(f"warning: {warning}")
+    if "activations" in program:
+        console.print("", _values(program["activations"], program["program"]))
 
 
 def _products(products: Mapping[str, str]) -> Iterator[str]:
@@ -132,16 +127,14 @@ def _leaves(layout: Layout, count: StateBytes) -> Any:
     return table
 
 
-def _print_values(values: list[Value], program: str) -> None:
+def _values(values: list[dict[str, Any]], program: str) -> Any:
     whose = "one device's rows and tokens" if program == "manual" else "all devices"
     table = make_table("value", "dtype", f"shape, of {whose}", "split", "pending sum")
     for value in values:
-        split = [f"dim {dim} over {' x '.join(axes)}" for dim, axes in enumerate(value.split) if axes]
-        shape = " ".join(map(str, value.shape))
-        table.add_row(value.source, value.dtype, shape, ", ".join(split) or "-", ", ".join(value.unreduced))
-    console = make_console()
-    console.print()
-    console.print(table)
+        split = [f"dim {dim} over {' x '.join(axes)}" for dim, axes in enumerate(value["split"]) if axes]
+        shape, sums = " ".join(map(str, value["shape"])), ", ".join(value["unreduced"])
+        table.add_row(value["source"], value["dtype"], shape, ", ".join(split) or "-", sums)
+    return table
 
 
 def _totals(count: StateBytes) -> str:

@@ -18,7 +18,7 @@ from jfsdp.layout.report import show_bytes
 from jfsdp.plan.cluster.gpus import gpu_of_device
 from jfsdp.plan.search.space import recipe_of
 from jfsdp.trainer.job import Job, load_job
-from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.options import StepOptions, step_options
 from jfsdp.trainer.recipes import write_recipe
 
 _LIMITS_S = {"plan": 300.0, "bound": 60.0}
@@ -30,8 +30,7 @@ class OutOfMemory(RuntimeError):
 
     def __init__(self, error: Exception, options: StepOptions, job: Job):
         super().__init__(str(error))
-        names = {field.name for field in dataclasses.fields(StepOptions)}
-        self.options = StepOptions(**{name: getattr(options, name) for name in names})
+        self.options = StepOptions(**step_options(options))
         if dataclasses.is_dataclass(job.config):  # --init-from may have changed the sizes of the model
             sizes, usual = vars(job.config), vars(load_job(options.model, options.factory).config)
             changed = {name: value for name, value in sizes.items() if value != usual[name]}
@@ -52,15 +51,15 @@ class OutOfMemory(RuntimeError):
         say(f"{kind} is out of memory: {', '.join(named) or 'XLA names no sizes'}{note}")
         if gpu is None:
             return
-        where = {"--gpu": gpu.name, "--nodes": nodes, "--gpus-per-node": per_node}
+        where = ["--gpu", gpu.name, "--nodes", nodes, "--gpus-per-node", per_node]
         if limit := stats.get("bytes_limit"):
-            where["--reserve"] = max(0, gpu.memory_bytes - limit) / 2**30
+            where += ["--reserve", max(0, gpu.memory_bytes - limit) / 2**30]
         for what, limit_s in (_LIMITS_S if jax.process_count() == 1 else _LIMITS_OF_SEVERAL_S).items():
-            printed, problem = _plan(self.options, where, limit_s, ["--analytic"] * (what == "bound"))
+            printed, problem = _plan(self.options, [*where, *["--analytic"] * (what == "bound")], limit_s)
             if printed:
-                say(f"the {what} of the step's memory, by `jfsdp plan`:\n\n{printed}")
-                fits = printed.startswith("FITS")
-                say("note: by this plan the step fits, so see docs/troubleshooting.md for other causes" * fits)
+                note = "note: by this plan the step fits, so see docs/troubleshooting.md for other causes"
+                note *= printed.startswith("FITS")
+                say(f"the {what} of the step's memory, by `jfsdp plan`:\n\n{printed}\n{note}")
                 return
             say(f"note: no {what} of the step's memory: {problem}")
 
@@ -70,13 +69,12 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
 
 
-def _plan(options: StepOptions, where: dict[str, Any], limit_s: float, more: list[str]) -> tuple[str, str]:
+def _plan(options: StepOptions, given: list[Any], limit_s: float) -> tuple[str, str]:
     """Return what `jfsdp plan` prints for the options, or "" and why it prints nothing."""
     with tempfile.TemporaryDirectory(prefix="jfsdp-memory-") as directory:
         recipe = os.path.join(directory, "run.json")
         write_recipe(recipe, recipe_of(options, {}), StepOptions)
-        given = [str(word) for pair in where.items() for word in pair]
-        command = [sys.executable, "-m", "jfsdp", "plan", "--recipe", recipe, *given, *more]
+        command = [sys.executable, "-m", "jfsdp", "plan", "--recipe", recipe, *map(str, given)]
         env = {**os.environ, "JAX_PLATFORMS": "cpu"}
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=env, check=False)

@@ -32,7 +32,7 @@ from jfsdp.plan.memory.peak import RESERVE_BYTES
 from jfsdp.plan.time.chart import ENDINGS, plot_timeline
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.option_errors import spell
-from jfsdp.trainer.options import Count, File, Real, StepOptions, optional
+from jfsdp.trainer.options import Count, File, Real, StepOptions, optional, step_options
 from jfsdp.trainer.recipes import read_recipe, write_recipe
 from jfsdp.trainer.run.config import TrainConfig
 
@@ -175,12 +175,10 @@ class PlanJob(Reporting, StepOptions):
                 advice = advise_job(self, cluster, plan.limit_bytes, plan)
             except Exception as error:  # the plan is printed anyway
                 note = f"no other options were estimated: {type(error).__name__}: {error}"
-        rate = self.checkpoint_gbs * GB
-        training = plan.train(self.tokens, self.checkpoint_every, rate) if self.tokens else None
-        found = plan.to_dict() | _plain(advice) | {"job": self._job()}
-        found |= {"training": dataclasses.asdict(training)} if training else {}
-        failures, outlook = None, {}
-        if training:
+        found, outlook = plan.to_dict() | _plain(advice) | {"job": step_options(self)}, {}
+        if self.tokens:
+            training = plan.train(self.tokens, self.checkpoint_every, self.checkpoint_gbs * GB)
+            found["training"] = dataclasses.asdict(training)
             if self.mtbf_hours:
                 failures = plan.failures(training, self.mtbf_hours * 3600, self.restart_s)
                 found["failures"] = failures.to_dict(self.checkpoint_every or training.steps)
@@ -198,10 +196,6 @@ class PlanJob(Reporting, StepOptions):
             plot_timeline(plan, Path(self.timeline).expanduser())
         self._write_recipe(recipe_of(self, self._base()))
         return status
-
-    def _job(self) -> dict[str, Any]:
-        """Return the options that decide the step."""
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(StepOptions)}
 
     def _inference(self, cluster: Cluster, reserve_bytes: int) -> int:
         from jfsdp.plan.inference import plan_inference
@@ -222,7 +216,7 @@ class PlanJob(Reporting, StepOptions):
     def _search(self, cluster: Cluster, **more: Any) -> int:
         from jfsdp.plan.search.search import search_job
 
-        options = StepOptions(**self._job())
+        options = StepOptions(**step_options(self))
         with self.phases() as report:
             search = search_job(options, cluster, **more, budget_s=self.budget, on_progress=report)
         search = dataclasses.replace(search, base=self._base())

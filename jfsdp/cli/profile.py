@@ -48,30 +48,28 @@ def _plan(run_dir: Path) -> dict[str, Any]:
         kind, nodes, per_node = stored["devices"]
         if (gpu := gpu_of_device(kind)) is None:
             raise ValueError(f"the devices of the run are {kind}, an unknown GPU")
-        known = {field.name for field in dataclasses.fields(StepOptions)}
-        fields = {name: value for name, value in stored["config"].items() if name in known}
+        usual = StepOptions()
+        fields = {name: value for name, value in stored["config"].items() if hasattr(usual, name)}
         with without_plugin_chatter():
-            clock = plan_job(with_fields(StepOptions(), fields, "config.json"), Cluster(gpu, nodes, per_node)).timeline
+            clock = plan_job(with_fields(usual, fields, "config.json"), Cluster(gpu, nodes, per_node)).timeline
     except Exception as error:  # the profile is printed anyway
         return {"planned": None, "planned_hidden_s": 0.0, "not_planned": f"{type(error).__name__}: {error}"}
     return {"planned": clock.critical, "planned_hidden_s": clock.wire_s - clock.exposed_s, "not_planned": ""}
 
 
 def _print(found: dict[str, Any]) -> None:
-    devices, console = found["devices"], make_console()
+    devices, planned, console = found["devices"], found["planned"] or {}, make_console()
     parts = {name: statistics.mean(one["seconds"].get(name, 0.0) for one in devices) for name in _ROWS}
-    totals = sum(parts.values()), sum((found["planned"] or {}).values())
-    rows = [(title, parts[name], (found["planned"] or {}).get(name, 0.0)) for name, title in _ROWS.items()]
+    totals = sum(parts.values()), sum(planned.values())
+    rows = [(title, parts[name], planned.get(name, 0.0)) for name, title in _ROWS.items()]
     hidden_s = statistics.mean(one["hidden_s"] for one in devices)
     rows += [("total", *totals), ("hidden communication", hidden_s, found["planned_hidden_s"])]
-    numbers = ("measured, ms", "share", *["planned, ms"] * (found["planned"] is not None))
+    numbers = ("measured, ms", "share", *["planned, ms"] * bool(planned))
     table = make_table("mean of a step", *numbers, right=numbers)
     for title, measured_s, planned_s in (row for row in rows if any(row[1:])):
         cells = f"{1e3 * measured_s:.1f}", f"{measured_s / totals[0]:.1%}", f"{1e3 * planned_s:.1f}"
         table.add_row(title, *cells[: len(numbers)])
-    console.print(
-        f"{devices[0]['num_steps']} steps, counted by {devices[0]['counted_by']}, on {len(devices)} devices\n"
-    )
-    console.print(table)
+    counted = f"{devices[0]['num_steps']} steps, counted by {devices[0]['counted_by']}"
+    console.print(f"{counted}, on {len(devices)} devices\n", table)
     if found["not_planned"]:
         console.print(f"no plan: {found['not_planned']}")

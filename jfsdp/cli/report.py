@@ -41,12 +41,8 @@ def print_plan(
     host_bytes = plan.memory.host_bytes * plan.cluster.gpus_per_node
     print_fit(console, plan.needed_bytes, plan.limit_bytes, host_bytes=host_bytes)
     print_facts(console, _facts(plan, job, verbose) | dict(outlook))
-    tables = (_memory(plan, verbose), ""), (_communication(plan, verbose), _ratios(plan)), (_time(plan), "")
-    for table, below in tables:
-        console.print()
-        console.print(table)
-        if below:
-            console.print(below)
+    console.print("", _memory(plan, verbose), "", _communication(plan, verbose))
+    console.print(_ratios(plan), "", _time(plan), sep="\n")
     for found in plan.miscompiles:
         console.print(f"miscompiled: {found.trap}: {found.message}{f' ({found.source})' * bool(found.source)}")
     for x in plan.ledger.unknown:
@@ -56,8 +52,7 @@ def print_plan(
         console.print(*_launches(plan.launches, verbose), sep="\n", soft_wrap=True)
     if verbose:
         console.print(f"\nXLA options (compiled in {plan.compiled.compile_s:.1f} s)")
-        for name, value in plan.compiled.options.items():
-            console.print(f"{name}={value}", soft_wrap=True)
+        console.print(*(f"{x}={value}" for x, value in plan.compiled.options.items()), sep="\n", soft_wrap=True)
 
 
 def print_fit(console: Any, needed_bytes: int, limit_bytes: int, verdict: str = "FITS", host_bytes: int = 0) -> None:
@@ -82,8 +77,7 @@ def print_advice(console: Any, advice: Sequence[Advice], limit_bytes: int, nodes
     for one in advice:
         options = [f"{spell(name)} {write(value)}" for name, value in one.changes.items()]
         table.add_row("\n".join(options), f"{one.needed_bytes / size:.1f}", one.parts)
-    console.print()
-    console.print(table)
+    console.print("", table)
 
 
 def _facts(plan: Plan, job: StepOptions, verbose: bool) -> dict[str, str]:
@@ -331,12 +325,10 @@ def print_differences(changes: Sequence[Mapping[str, Any]]) -> None:
     """Print the differences between two plans."""
     console, table = make_console(), make_table("what", "old", "new", "new / old", right=("old", "new", "new / old"))
     for row in changes:
-        values = row["old"], row["new"]
-        is_number = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in values)
-        ratio = f"{row['new'] / row['old']:.4f}" if is_number and row["old"] else ""
-        table.add_row(
-            row["what"], *("-" if x is None else f"{x:,.6g}" if isinstance(x, float) else str(x) for x in values), ratio
-        )
+        old, new = row["old"], row["new"]
+        shown = ("-" if x is None else f"{x:,.6g}" if isinstance(x, float) else str(x) for x in (old, new))
+        has_ratio = old and {type(old), type(new)} <= {int, float}
+        table.add_row(row["what"], *shown, f"{new / old:.4f}" if has_ratio else "")
     console.print(table if changes else "no differences")
 
 
@@ -356,10 +348,7 @@ def print_search(search: Search) -> None:
         others = [word for word in _short_label(one).split() if not word.startswith("mesh=")]
         numbers = f"{one.needed_bytes / size:.1f}", f"{one.items_per_s:,.0f}", mfu, f"{one.step_s / time:.0f}"
         table.add_row(" ".join([sizes, *others]), *numbers, mark)
-    console.print(search.title)
-    console.print(table)
-    for line in _not_planned(search):
-        console.print(line)
+    console.print(search.title, table, *_not_planned(search), sep="\n")
     if search.best is None:
         console.print(search.advice)
         return

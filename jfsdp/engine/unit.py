@@ -158,10 +158,7 @@ def apply_remat(compute: Callable[..., Any], remat: Remat, is_input: Sequence[bo
     elif isinstance(remat, SaveNames):
         save, offload = ([_INPUT if name == UNIT_INPUT else name for name in x] for x in (remat.save, remat.offload))
         by_name = policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=save,
-            names_which_can_be_offloaded=offload,
-            offload_src=DEVICE,
-            offload_dst=HOST,
+            names_which_can_be_saved=save, names_which_can_be_offloaded=offload, offload_src=DEVICE, offload_dst=HOST
         )
 
         def policy_of_names(primitive: Any, *values: Any, **params: Any) -> Any:

@@ -14,8 +14,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import operator
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from jfsdp.engine.movements import GATHER, REDUCE, wire_bytes
@@ -100,28 +101,26 @@ def read_launches(thunks: Any, hlo: Module, collectives: Iterable[Collective], s
       thunks: of the step, from `compat.read_thunks`.
       collectives, share: of the HLO: from `find_collectives`, and `timeline.overlapped_share`.
     """
-    loops: dict[str, list[Instruction]] = {}
-    for loop in (line for computation in hlo.computations.values() for line in computation.instructions):
-        for line in hlo.computations[loop.attribute("condition")].instructions if loop.opcode == "while" else ():
-            loops.setdefault(line.name, []).append(loop)
+    lines = (line for computation in hlo.computations.values() for line in computation.instructions)
+    loops = {loop: hlo.computations[loop.attribute("condition")].by_name for loop in lines if loop.opcode == "while"}
     (block,) = next(one for one in thunks.body.operations if one.name.value == "main").regions[0].blocks
     items = tuple(_Reader(hlo.num_partitions or 1, loops).read(block))
-    sent = {kind: row["wire_bytes"] for kind, row in count_launches(items).items()}
-    differences = {kind: [sent.get(kind, 0.0), 0.0] for kind in KINDS}  # bytes that a device sends per step
+    counts, in_hlo = count_launches(items), dict.fromkeys(KINDS, 0.0)  # bytes that a device sends per step
     for one in collectives:
-        differences[one.kind][1] += one.total_bytes
-    differences["overlapped share"] = [overlapped_share(items) or 0.0, share or 0.0]
-    wrong = [(what, *pair) for what, pair in differences.items() if not math.isclose(*pair, rel_tol=1e-9)]
-    lines = [f"{what}: {ours:,} in the thunks, {theirs:,} in HLO" for what, ours, theirs in wrong]
-    return Launches(items, tuple(map(_size, block.arguments)), tuple(lines))
+        in_hlo[one.kind] += one.total_bytes
+    pairs = [(kind, counts.get(kind, {}).get("wire_bytes", 0.0), size) for kind, size in in_hlo.items()]
+    pairs.append(("overlapped share", overlapped_share(items) or 0.0, share or 0.0))
+    wrong = [row for row in pairs if not math.isclose(*row[1:], rel_tol=1e-9)]
+    disagreements = (f"{what}: {ours:,} in the thunks, {theirs:,} in HLO" for what, ours, theirs in wrong)
+    return Launches(items, tuple(map(_size, block.arguments)), tuple(disagreements))
 
 
 @dataclasses.dataclass
 class _Reader:
-    """Reads blocks of thunks. `loops` has the loops of the HLO by the name of each instruction of their condition."""
+    """Reads blocks of thunks. `loops` has the loops of the HLO, each with the instructions of its condition."""
 
     num_devices: int
-    loops: Mapping[str, Sequence[Instruction]]
+    loops: Mapping[Instruction, Mapping[str, Instruction]]
     tokens: dict[Any, int] = dataclasses.field(default_factory=dict)
 
     def read(self, block: Any) -> Iterator[Launch | Loop]:
@@ -131,10 +130,9 @@ class _Reader:
         name, given = thunk.name.removeprefix("thunky."), thunk.attributes
         blocks = [tuple(self.read(block)) for region in thunk.regions for block in region.blocks]
         if name == "while":
-            kernels = [item.name for item, *_ in walk(blocks[0]) if item.kind == "kernel"]
-            found = {loop.name: loop for kernel in kernels for loop in self.loops.get(kernel, ())}
-            (loop,) = found.values() if len(found) == 1 else (None,)
-            yield Loop(loop.name if loop else "", loop.trip_count if loop else None, *blocks)
+            kernels = {item.name for item, *_ in walk(blocks[0]) if item.kind == "kernel"}
+            found = [loop for loop, condition in self.loops.items() if kernels & condition.keys()]
+            yield Loop(*((found[0].name, found[0].trip_count) if len(found) == 1 else ("", None)), *blocks)
         elif name == "async_start":
             token = self.tokens[thunk.results[0]] = len(self.tokens)
             stream = "communication" if given["is_communication"].value else "compute"
@@ -169,10 +167,8 @@ def _size(buffer: Any) -> int:
 
 def _together(items: Iterable[Any]) -> Iterator[Any]:
     """Combine the arrays of a collective, each of which is an operation of its own."""
-    keys = ("kind", "dtype", "group", "token")
-    for key, found in itertools.groupby(
-        items, lambda item: getattr(item, "dtype", "") and [getattr(item, key) for key in keys]
-    ):
+    key_of = operator.attrgetter("dtype", "kind", "group", "token")
+    for key, found in itertools.groupby(items, lambda item: getattr(item, "dtype", "") and key_of(item)):
         several = list(found)
         yield from [dataclasses.replace(several[0], num_bytes=sum(x.num_bytes for x in several))] if key else several
 

@@ -393,12 +393,7 @@ def make_plan(
         compiled=compiled,
         memory=breakdown(compiled, module, step.layout, vocab_size=work.vocab_size),
         ledger=make_ledger(
-            step.layout,
-            collectives,
-            step.spec,
-            calls=calls,
-            gpus_per_node=cluster.devices_per_domain,
-            trace=trace,
+            step.layout, collectives, step.spec, calls=calls, gpus_per_node=cluster.devices_per_domain, trace=trace
         ),
         timeline=timeline,
         reserve_bytes=reserve_bytes,

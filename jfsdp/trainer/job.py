@@ -173,11 +173,6 @@ def as_job(value: Any, name: str) -> Job:
     if not isinstance(value, Mapping):
         raise TypeError(f"{name}: a job is a jfsdp.trainer.Job or a dict of its fields, not {type(value).__name__}")
     known = {field.name: field for field in dataclasses.fields(Job)}
-    if "cuts" in value:
-        raise ValueError(
-            f"job {name!r}: cuts was renamed to placements: {{'**.kernel': PartitionSpec(None, 'tensor')}} splits dim "
-            "1 of the kernels over axis 'tensor'"
-        )
     extra = [key for key in value if key not in known]
     missing = [key for key, field in known.items() if field.default is dataclasses.MISSING and key not in value]
     if extra or missing:

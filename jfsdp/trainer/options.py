@@ -250,6 +250,11 @@ class StepOptions(ShardingOptions):
     `jfsdp plan` prints all that are used."""
 
 
+def step_options(options: StepOptions) -> dict[str, Any]:
+    """Return the options that decide the step, without those that a command adds."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(StepOptions)}
+
+
 def place_model(options: ShardingOptions, job: Job, mesh: Any) -> Any:
     """Return a job's model with the functions of jfsdp that it needs on a mesh, and the products of `--matmul`."""
     from jfsdp.context.attention import attention, over_context

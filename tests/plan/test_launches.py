@@ -102,7 +102,7 @@ def test_a_disagreement_is_listed_and_printed(plan, capsys):
     (line,) = reread(plan, share=0.5).disagreements
     assert line == "overlapped share: 1.0 in the thunks, 0.5 in HLO"
     shown = dataclasses.replace(plan, launches=reread(plan, share=0.5))
-    print_plan(shown, StepOptions(**BASE), verbose=False)  # type: ignore[arg-type]
+    print_plan(shown, StepOptions(**BASE), (), {}, verbose=False)  # type: ignore[arg-type]
     assert line in capsys.readouterr().out
 
 
@@ -117,7 +117,7 @@ def test_a_loop_that_is_not_found_in_hlo_has_no_trip_count_and_no_totals(plan):
 def test_the_list_is_folded_unless_verbose(plan, capsys):
     lines = {}
     for verbose in (False, True):
-        print_plan(plan, StepOptions(**BASE), verbose=verbose)  # type: ignore[arg-type]
+        print_plan(plan, StepOptions(**BASE), (), {}, verbose=verbose)  # type: ignore[arg-type]
         lines[verbose] = capsys.readouterr().out.partition("launches per step")[2].partition("\n\n")[0].splitlines()
     assert len(lines[True]) > len(plan.launches.items) > 3 * len(lines[False])
     total = plan.launches.to_dict()["total"]

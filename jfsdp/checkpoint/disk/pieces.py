@@ -56,18 +56,14 @@ def copy_pieces(state: TrainState, devices: Collection[Any] | None = None) -> di
     for shards in owned:
         for shard in shards:
             shard.data.copy_to_host_async()
-    return {
-        stored.name: Pieces(
-            stored.logical.shape, np.dtype(stored.logical.dtype), stored.block, _copy_parts(stored, shards)
-        )
-        for stored, shards in zip(arrays, owned, strict=True)
-    }
+    return {stored.name: _copy(stored, shards) for stored, shards in zip(arrays, owned, strict=True)}
 
 
-def _copy_parts(stored: Stored, shards: Sequence[Any]) -> list[tuple[Index, np.ndarray]]:
+def _copy(stored: Stored, shards: Sequence[Any]) -> Pieces:
     parts = [(stored.inside(shard.index), copy_shard(shard)) for shard in shards]
     inside = [(index, without_padding(block, index)) for index, block in parts]
-    return [(index, data) for index, data in inside if data.size]
+    parts = [(index, data) for index, data in inside if data.size]
+    return Pieces(stored.logical.shape, np.dtype(stored.logical.dtype), stored.block, parts)
 
 
 def copy_shard(shard: Any) -> np.ndarray:

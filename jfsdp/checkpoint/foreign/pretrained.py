@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from jfsdp.compat import warn
 from jfsdp.layout.codec import Codec, scales_of
 from jfsdp.layout.lora import A, layer_shapes
 from jfsdp.layout.report import list_differences
-from jfsdp.objects.path import as_path, is_address
+from jfsdp.objects.path import as_path, is_address, read_json
 
 # Options that no model reads, and that exports keep.
 _SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -367,10 +366,7 @@ def read_config(path: Any) -> dict[str, Any]:
     directory = file.parent
     if not file.is_file():
         raise ValueError(f"{directory}: has no {CONFIG} to compare the model with; put it there (or pass config=None)")
-    try:
-        options = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file}: is not valid JSON ({error}); download it again") from error
+    options = read_json(file, "download it again")
     if not isinstance(options, dict):
         raise ValueError(f"{file}: is a {type(options).__name__}, not a configuration; download it again")
     if "decides" in options:

@@ -7,12 +7,10 @@ import dataclasses
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import jax
-
-from jfsdp.compat import read_thunks, reset_compilation_cache
+from jfsdp.compat import read_thunks, using_cache
 from jfsdp.engine.options import naming_options
 from jfsdp.plan.memory.buffer_assignment import read_dump
 
@@ -68,21 +66,10 @@ def compile_step(lowered: Any, options: Mapping[str, Any], *, with_thunks: bool 
     return CompiledStep(text, live_ranges, buffers, compiled.memory_analysis(), compile_s, dict(options), thunks)
 
 
-@contextlib.contextmanager
-def without_cache() -> Iterator[None]:
+def without_cache() -> contextlib.AbstractContextManager[None]:
     """Disable JAX's persistent compilation cache (`JAX_COMPILATION_CACHE_DIR`).
 
     JAX (0.10.2, 0.12) cannot load cached programs for absent devices, and warns. A program from the cache would also
     lack the dump that a plan reads.
     """
-    is_used = (getattr(jax.config, f"jax_{name}") for name in ("enable_compilation_cache", "compilation_cache_dir"))
-    if not all(is_used):
-        yield
-        return
-    jax.config.update("jax_enable_compilation_cache", False)
-    reset_compilation_cache()
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", True)
-        reset_compilation_cache()
+    return using_cache(jax_enable_compilation_cache=False)

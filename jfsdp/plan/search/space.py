@@ -16,7 +16,7 @@ from jfsdp.engine.options import unit_bytes
 from jfsdp.layout.mesh import CONTEXT, EXPERT, PIPE
 from jfsdp.plan.cluster.hardware import Cluster
 from jfsdp.plan.jobs import INPUTS, can_offload, chunked, find_planned_job, mesh_sizes, shard_planned
-from jfsdp.trainer.options import StepOptions
+from jfsdp.trainer.options import StepOptions, step_options
 from jfsdp.trainer.parse import Pairs
 
 # By name: the strategy, --reshard-after-forward, --opt-over, and whether the mesh has replicas.
@@ -74,15 +74,13 @@ class SearchSpace:
 
 def changes(options: StepOptions, default: StepOptions) -> dict[str, Any]:
     """Return the fields of `options` that differ from `default`, in the order of the fields."""
-    names = [field.name for field in dataclasses.fields(StepOptions)]
-    return {name: getattr(options, name) for name in names if getattr(options, name) != getattr(default, name)}
+    return {name: value for name, value in step_options(options).items() if value != getattr(default, name)}
 
 
 def recipe_of(options: StepOptions, base: Mapping[str, Any]) -> dict[str, Any]:
     """Return a recipe as fields of `TrainConfig`: `base`, updated by the options, and the non-default options."""
-    default, names = StepOptions(), [field.name for field in dataclasses.fields(StepOptions)]
-    given = {name: getattr(options, name) for name in names}
-    return {**base, **{name: x for name, x in given.items() if name in base or x != getattr(default, name)}}
+    given, usual = step_options(options), step_options(StepOptions())
+    return {**base, **{name: value for name, value in given.items() if name in base or value != usual[name]}}
 
 
 def placements(options: StepOptions, cluster: Cluster, space: SearchSpace) -> Iterator[StepOptions]:

@@ -10,8 +10,7 @@ from pathlib import Path
 
 from jfsdp.compat import read_trace
 
-Interval = tuple[str, int, int]  # part of a step, begin and end in ns
-Runs = collections.Counter[tuple[str, str]]  # number of runs by module and operation
+Event = tuple[str, int, int, tuple[str, str]]  # part of a step, begin and end in ns, module and operation
 
 # At each time the first of these that runs counts. Names of kernels and of HLO operations.
 _PARTS = {
@@ -49,8 +48,7 @@ def read_profile(directory: Path) -> list[Profile]:
       ValueError: if there is none, or if no device computed in it.
     """
     files = sorted(directory.rglob("*.xplane.pb"))
-    devices: dict[str, list[Interval]] = collections.defaultdict(list)
-    runs: dict[str, Runs] = collections.defaultdict(collections.Counter)
+    devices: dict[str, list[Event]] = collections.defaultdict(list)
     steps = set()
     for file in (one for one in files if one.parent == files[-1].parent):
         for plane, line, name, begin, end, stats in read_trace(file):
@@ -62,26 +60,25 @@ def read_profile(directory: Path) -> list[Profile]:
                 place = plane.removeprefix("/device:") if is_gpu else f"CPU:{stats.get('device_ordinal', 0)}"
                 device = f"{file.name.removesuffix('.xplane.pb')} {place}"
                 of = (part for part, pattern in _PARTS.items() if pattern.search(f"{name} {operation}"))
-                devices[device].append((next(of, "memory_s"), begin, end))
-                runs[device][str(stats.get("hlo_module")), name] += 1
+                devices[device].append((next(of, "memory_s"), begin, end, (str(stats.get("hlo_module")), name)))
     if not devices:
         raise ValueError(f"{directory}: has no trace of a device; train with --profile START:STOP")
-    return [_profile(device, events, steps, runs[device]) for device, events in sorted(devices.items())]
+    return [_profile(device, events, steps) for device, events in sorted(devices.items())]
 
 
-def _profile(device: str, events: list[Interval], steps: set[int], runs: Runs) -> Profile:
-    module = collections.Counter(module for module, _ in runs.elements()).most_common(1)[0][0]
-    num = len(steps) or min(count for (of, _), count in runs.items() if of == module)
+def _profile(device: str, events: list[Event], steps: set[int]) -> Profile:
+    module = collections.Counter(run[0] for *_, run in events).most_common(1)[0][0]
+    num = len(steps) or min(collections.Counter(run for *_, run in events if run[0] == module).values())
     seconds: dict[str, float] = dict.fromkeys((*_PARTS, "idle_s", "hidden_s"), 0.0)
     for part, length in _split(events):
         seconds[part] += length / num / 1e9
-    hidden_s = seconds.pop("hidden_s")
-    return Profile(device, num, "annotations" if steps else "repetitions", seconds, hidden_s)
+    counted_by = "annotations" if steps else "repetitions"
+    return Profile(device, num, counted_by, hidden_s=seconds.pop("hidden_s"), seconds=seconds)
 
 
-def _split(events: Iterable[Interval]) -> Iterator[tuple[str, int]]:
+def _split(events: Iterable[Event]) -> Iterator[tuple[str, int]]:
     """Yield the parts of the time between the first and the last event, and the hidden time of collectives."""
-    changes = sorted((time, by, part) for part, begin, end in events for time, by in ((begin, 1), (end, -1)))
+    changes = sorted((time, by, part) for part, begin, end, _ in events for time, by in ((begin, 1), (end, -1)))
     running, before = collections.Counter[str](), changes[0][0]
     for time, by, part in changes:
         counted = next((one for one in _PARTS if running[one]), "idle_s")

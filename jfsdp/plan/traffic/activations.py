@@ -69,24 +69,6 @@ class Sent:
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
-    """A value of a step: a matrix product, or one that `checkpoint_name` names.
-
-    Attributes:
-      source: the user's line and operation, or the name.
-      dtype, shape: in the trace; inside a `shard_map`, of one device's rows and tokens.
-      split: for each dim, the mesh axes that split it further.
-      unreduced: the axes over which it is a pending sum.
-    """
-
-    source: str
-    dtype: str
-    shape: tuple[int, ...]
-    split: tuple[tuple[str, ...], ...]
-    unreduced: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class Activations:
     """The activations that a step must send; see [Note: theory of activations].
 
@@ -109,7 +91,7 @@ class _Walk:
     def __init__(self, layout: Layout):
         self.sent: list[Sent] = []
         self.used: set[Any] = set()  # inputs of visited operations
-        self.values: dict[Value, None] = {}
+        self.values: list[dict[str, Any]] = []  # see `list_values`
         self.times = 1
         self.current: dict[Any, tuple[Sent, float]] = {}  # sent values of the current operation, with their bytes
         self.sizes = dict(layout.mesh_sizes)
@@ -181,16 +163,14 @@ class _Walk:
                 self._list(eqn)
 
     def _list(self, eqn: Any) -> None:
-        """Record how the value of an operation is split."""
-        (var,), split, unreduced = eqn.outvars, [list[str]() for _ in eqn.outvars[0].aval.shape], list[str]()
-        for axis in self.axes:
-            form, names = axis.read(var), sorted(axis.names & self.sizes.keys())
-            unreduced += names if isinstance(form, Sum) else []
-            if isinstance(form, int):
-                split[form] += names
-        source = eqn.params["name"] if eqn.primitive.name == "name" else describe(eqn)
-        given = source, str(var.aval.dtype), var.aval.shape, tuple(map(tuple, split)), tuple(unreduced)
-        self.values.setdefault(Value(*given))
+        """Record how the value of an operation is split, once."""
+        (var,), source = eqn.outvars, eqn.params["name"] if eqn.primitive.name == "name" else describe(eqn)
+        names = [(axis.read(var), sorted(axis.names & self.sizes.keys())) for axis in self.axes]
+        split = [[name for form, axes in names if form == dim for name in axes] for dim in range(var.aval.ndim)]
+        unreduced = [name for form, axes in names if isinstance(form, Sum) for name in axes]
+        value = {"source": source, "dtype": str(var.aval.dtype), "shape": var.aval.shape, "split": split}
+        value["unreduced"] = unreduced
+        self.values += [value] if value not in self.values else []
 
     def _run_explicit(self, axis: Axis, eqn: Any) -> None:
         """Record an explicit collective over an axis, of the kinds that pipelines, attention and experts use."""
@@ -253,9 +233,15 @@ class _Walk:
         self.times = outer
 
 
-def list_values(trace: Trace, layout: Layout) -> list[Value]:
-    """Return how the matrix products and named values of a step are split over the mesh, forward and backward."""
-    return list(_walk(trace, layout)[0].values)
+def list_values(trace: Trace, layout: Layout) -> list[dict[str, Any]]:
+    """Return how the matrix products and named values of a step are split over the mesh, forward and backward.
+
+    Returns:
+      For each value its "source" (the user's line and operation, or the name of `checkpoint_name`), "dtype" and "shape"
+      (in the trace; inside a `shard_map`, of one device's rows and tokens), "split" (for each dim, the mesh axes that
+      split it further), and "unreduced" (the axes over which it is a pending sum).
+    """
+    return _walk(trace, layout)[0].values
 
 
 def find_activations(trace: Trace | None, layout: Layout) -> Activations:

@@ -99,8 +99,7 @@ def survey(
     is_local = [mark and num_shards > 1 for mark in by_local[after]]  # one data shard has all rows
     problem = (
         _stated_problem(stated, has_model_axes=bool(model_axes(apply.engine.mesh)))
-        or _unread_problem(jaxpr)
-        or _condition_problem(jaxpr)
+        or _call_problem(jaxpr)
         or _weight_problem(layout, trace.traced, gathered)
         or _state_problem(states, trace.states, keys, is_local, by_keys[after], jaxprs.passes_through(jaxpr)[after])
     )
@@ -148,18 +147,8 @@ def survey(
 _RAGGED = ("ragged_dot", "ragged_dot_general")
 # Operations between a weight and the product that reads it.
 _OF_WEIGHTS = {"convert_element_type", "reshape", "transpose", "squeeze", "slice", "dynamic_slice", "copy"}
-_OF_WEIGHTS |= {
-    "abs",
-    "reduce_max",
-    "select_n",
-    "div",
-    "mul",
-    "clamp",
-    "max",
-    "min",
-    "optimization_barrier",
-    "sharding_constraint",
-}
+_OF_WEIGHTS |= {"abs", "reduce_max", "select_n", "div", "mul", "clamp", "max", "min"}
+_OF_WEIGHTS |= {"optimization_barrier", "sharding_constraint"}
 
 
 def _products(layout: Layout, traced: Traced) -> dict[str, str]:
@@ -281,14 +270,9 @@ def _stated_problem(stated: list[frozenset[str]], *, has_model_axes: bool) -> st
     return "the model states shardings" if stated and not is_allowed else None
 
 
-def _unread_problem(jaxpr: Any) -> str | None:
-    names = jaxprs.unread(jaxpr)
-    if names:
+def _call_problem(jaxpr: Any) -> str | None:
+    if names := jaxprs.unread(jaxpr):
         return f"the model calls {names[0]}, a JAX operation whose body jfsdp cannot analyze"
-    return None
-
-
-def _condition_problem(jaxpr: Any) -> str | None:
     if jaxprs.is_in_condition(jaxpr, f"{SCOPE}.gather"):
         return "a unit is called under a condition (cond, while), which may differ between devices"
     return None

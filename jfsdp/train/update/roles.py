@@ -114,12 +114,8 @@ def abstract_opt_state(layout: Layout, tree: ParamTree, tx: optax.GradientTransf
     """
     shapes = jax.eval_shape(tx.init, logical_shapes(layout, tree))
     arrays = jax.tree_util.tree_leaves_with_path(shapes)
-    roles = Roles(
-        tuple(
-            place_array(layout, array_name(tree, path), _owner(layout, tree, path), tuple(x.shape))
-            for path, x in arrays
-        )
-    )
+    given = ((array_name(tree, path), _owner(layout, tree, path), tuple(x.shape)) for path, x in arrays)
+    roles = Roles(tuple(place_array(layout, *one) for one in given))
     names = collections.Counter(role.name for role in roles.arrays)
     if twice := [name for name, count in names.items() if count > 1]:
         raise ValueError(f"{twice[0]}: two arrays of the optimizer's state have this name; remove the '.' from a key")

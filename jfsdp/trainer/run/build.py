@@ -117,12 +117,7 @@ def build(config: TrainConfig, stored: Mapping[str, Any], devices: Any = None) -
     return Parts(config, job, model, tx, step, schedule, row_items, global_batch, decides, tracker)
 
 
-_ROUNDS = (
-    "loss_chunk",
-    "token_chunk",
-    "context_by",
-    "expert_send",
-)  # fields of models that change only the order of sums
+_ROUNDS = {"loss_chunk", "token_chunk", "context_by", "expert_send"}  # fields that change only the order of sums
 
 
 def _fields(job: Job, config: TrainConfig, known: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import jax
 
-from jfsdp.compat import reset_compilation_cache
+from jfsdp.compat import using_cache
 from jfsdp.launch.hosts import gather_json
 from jfsdp.launch.runtime import processor
 
@@ -64,31 +64,15 @@ def kept_program(directory: Path | None) -> Iterator[StepProgram]:
         directory /= processor() if jax.default_backend() == "cpu" else jax.default_backend()
         with tempfile.TemporaryDirectory(prefix="jfsdp-compiled-") as cache:
             intact = _copy_intact(directory, Path(cache))
-            with _cache_in(cache if all(names == intact for names in gather_json(intact)) else None):
+            used = cache if all(names == intact for names in gather_json(intact)) else None
+            # XLA's tables of tuned kernels have no digest, and the program contains its kernels.
+            with using_cache(jax_compilation_cache_dir=used, jax_persistent_cache_enable_xla_caches=""):
                 yield program
             if jax.process_index() == 0:
                 with contextlib.suppress(OSError):  # the next start compiles
                     _keep_newest([file for file in Path(cache).iterdir() if file.name not in intact], directory)
     finally:
         jax.monitoring.unregister_event_duration_listener(program.listen)
-
-
-@contextlib.contextmanager
-def _cache_in(directory: str | None) -> Iterator[None]:
-    # XLA's tables of tuned kernels have no digest, and the program contains its kernels.
-    changed = {"jax_compilation_cache_dir": directory, "jax_persistent_cache_enable_xla_caches": ""}
-    before = {name: getattr(jax.config, name) for name in changed}
-
-    def use(values: dict[str, str | None]) -> None:
-        for name, value in values.items():
-            jax.config.update(name, value)
-        reset_compilation_cache()
-
-    use(changed)
-    try:
-        yield
-    finally:
-        use(before)
 
 
 def _entries(directory: Path) -> list[Path]:
