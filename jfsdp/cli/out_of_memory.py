@@ -30,11 +30,15 @@ class OutOfMemory(RuntimeError):
 
     def __init__(self, error: Exception, options: StepOptions, job: Job):
         super().__init__(str(error))
-        self.options = StepOptions(**step_options(options))
+        self.options, self.job = StepOptions(**step_options(options)), job
+
+    def _planned_options(self) -> StepOptions:
+        options, job = self.options, self.job
         if dataclasses.is_dataclass(job.config):  # --init-from may have changed the sizes of the model
             sizes, usual = vars(job.config), vars(load_job(options.model, options.factory).config)
             changed = {name: value for name, value in sizes.items() if value != usual[name]}
-            self.options = dataclasses.replace(self.options, model_config=tuple(changed.items()))
+            return dataclasses.replace(options, model_config=tuple(changed.items()))
+        return options
 
     def explain(self) -> None:
         """Print XLA's sizes, and the memory of the step by part with options that need less.
@@ -55,7 +59,7 @@ class OutOfMemory(RuntimeError):
         if limit := stats.get("bytes_limit"):
             where += ["--reserve", max(0, gpu.memory_bytes - limit) / 2**30]
         for what, limit_s in (_LIMITS_S if jax.process_count() == 1 else _LIMITS_OF_SEVERAL_S).items():
-            printed, problem = _plan(self.options, [*where, *["--analytic"] * (what == "bound")], limit_s)
+            printed, problem = _plan(self._planned_options(), [*where, *["--analytic"] * (what == "bound")], limit_s)
             if printed:
                 note = "note: by this plan the step fits, so see docs/troubleshooting.md for other causes"
                 note *= printed.startswith("FITS")

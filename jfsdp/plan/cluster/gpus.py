@@ -119,7 +119,7 @@ GPUS = _read_table()
 
 def gpu_of_device(kind: str) -> Gpu | None:
     """Return the GPU of a JAX device by its `device_kind`, or None if it is unknown."""
-    return next((gpu for gpu in GPUS if gpu.full_name.startswith(kind)), None)
+    return next((gpu for gpu in GPUS if len(kind) > len("NVIDIA ") and gpu.full_name.startswith(kind)), None)
 
 
 @checked

@@ -3,8 +3,9 @@
 [Note: kept programs] JAX's persistent cache is used for the step's program only. JAX's key is a hash of the program,
 versions, flags, options and devices, so a start with another program or another JAX compiles. JAX does not check the
 contents of an entry, writes it in place, and never replaces it. So JAX gets a temporary directory, with copies of
-those entries in `compiled/` whose contents have the digest in their name. Processes of a run compile together (XLA
-tunes the kernels of GPUs that way), so all compile if their entries differ, as without a shared file system.
+those entries in `compiled/`, and of those that other runs left in `~/.cache/jfsdp`, whose contents have the digest in
+their name. Processes of a run compile together (XLA tunes the kernels of GPUs that way), so all compile if their
+entries differ, as without a shared file system.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -24,7 +25,7 @@ from jfsdp.compat import using_cache
 from jfsdp.launch.hosts import gather_json
 from jfsdp.launch.runtime import processor
 
-KEEP = 3  # entries
+KEEP, KEEP_OF_USER = 3, 20  # entries
 _COMPILED, _LOADED = "backend_compile_duration", "cache_retrieval_time_sec"  # ends of the names of JAX's events
 
 
@@ -62,15 +63,18 @@ def kept_program(directory: Path | None) -> Iterator[StepProgram]:
             yield program
             return
         directory /= processor() if jax.default_backend() == "cpu" else jax.default_backend()
+        shared = jax.config.jax_compilation_cache_dir  # of all runs of this user
+        places = [directory, *([Path(shared) / "steps"] if shared else [])]
         with tempfile.TemporaryDirectory(prefix="jfsdp-compiled-") as cache:
-            intact = _copy_intact(directory, Path(cache))
+            intact = _copy_intact(places, Path(cache))
             used = cache if all(names == intact for names in gather_json(intact)) else None
             # XLA's tables of tuned kernels have no digest, and the program contains its kernels.
             with using_cache(jax_compilation_cache_dir=used, jax_persistent_cache_enable_xla_caches=""):
                 yield program
             if jax.process_index() == 0:
-                with contextlib.suppress(OSError):  # the next start compiles
-                    _keep_newest([file for file in Path(cache).iterdir() if file.name not in intact], directory)
+                for place in places:
+                    with contextlib.suppress(OSError):  # the next start compiles
+                        _keep_newest(Path(cache), place, is_of_run=place == directory)
     finally:
         jax.monitoring.unregister_event_duration_listener(program.listen)
 
@@ -80,23 +84,33 @@ def _entries(directory: Path) -> list[Path]:
     return sorted(directory.glob("*-*-*-cache"))
 
 
-def _copy_intact(directory: Path, cache: Path) -> list[str]:
-    """Copy the entries that have their digest; return the names of JAX's files."""
+def _intact(directory: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the name of JAX's file and the contents of the entries that have their digest."""
     for file in _entries(directory):
         _, digest, name = file.name.split("-", 2)
-        if digest == _digest(data := file.read_bytes()):
-            (cache / name).write_bytes(data)
+        with contextlib.suppress(OSError):  # it is compiled again
+            if digest == _digest(data := file.read_bytes()):
+                yield name, data
+
+
+def _copy_intact(places: Sequence[Path], cache: Path) -> list[str]:
+    """Copy the intact entries; return the names of JAX's files."""
+    for name, data in (entry for place in places for entry in _intact(place)):
+        (cache / name).write_bytes(data)
+        os.utime(cache / name, (0, 0))
     return sorted(file.name for file in cache.iterdir())
 
 
-def _keep_newest(files: list[Path], directory: Path) -> None:
-    """Add JAX's files to the entries, and remove all but the newest entries."""
+def _keep_newest(cache: Path, directory: Path, *, is_of_run: bool) -> None:
+    """Add the files that JAX has used to the entries, and remove all but the newest entries."""
     directory.mkdir(parents=True, exist_ok=True)
-    for file in files:
+    used = [file for file in cache.iterdir() if file.stat().st_atime > 0]  # written or read since the copy
+    known = {name for name, _ in _intact(directory)}
+    for file in (file for file in used if file.name not in known):
         data, partial = file.read_bytes(), directory / ".partial"
         partial.write_bytes(data)
         os.replace(partial, directory / f"{time.time_ns()}-{_digest(data)}-{file.name}")
-    for file in _entries(directory)[:-KEEP]:
+    for file in _entries(directory)[: -KEEP if is_of_run else -KEEP_OF_USER]:
         file.unlink()
 
 

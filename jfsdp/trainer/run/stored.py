@@ -108,7 +108,10 @@ class StoredRun:
                             self._sent[str(file)] = mark
             for gone in [name for name in self._sent if not os.path.exists(name)]:
                 if "compiled" in (path := Path(gone).relative_to(self.local)).parts:  # the run replaced it
-                    (self.address / path.as_posix()).unlink()
+                    if self._lease is not None:
+                        self._lease.check()
+                    with contextlib.suppress(OSError):
+                        (self.address / path.as_posix()).unlink()
                     del self._sent[gone]
 
     def _send(self, file: Path, data: bytes) -> None:

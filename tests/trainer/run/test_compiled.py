@@ -48,6 +48,16 @@ def test_the_next_start_of_the_same_program_loads_it(tmp_path):
     assert len(entries(tmp_path)) == 2 and jax.config.jax_compilation_cache_dir is None
 
 
+def test_another_run_of_the_same_user_loads_it_and_keeps_it_too(tmp_path):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "user"))
+    assert start(tmp_path / "one") == "compiled" and len(entries(tmp_path / "user")) == 1
+    assert start(tmp_path / "two") == "loaded" and len(entries(tmp_path / "two")) == 1
+    assert start(tmp_path / "one", 4.0) == "compiled"
+    assert start(tmp_path / "two", 4.0) == "loaded" and len(entries(tmp_path / "two")) == 2
+    jax.config.update("jax_compilation_cache_dir", None)
+    assert start(tmp_path / "two") == "loaded"
+
+
 def cut(file):
     file.write_bytes(file.read_bytes()[:-100])
 
