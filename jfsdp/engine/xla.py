@@ -54,21 +54,17 @@ class XlaEngine(Engine):
             sent[leaf.path] = self.encode(leaf, sliced, value, values) if leaf.gather_wire else (value,)
 
         def constrain(sent: Any, stage: str | None) -> Any:
-            return {
-                leaf.path: [
-                    self._constrain(x, leaf, stage or leaf.source, sliced) if x.ndim == len(leaf.shape) - sliced else x
-                    for x in sent[leaf.path]
-                ]
-                for leaf, sliced in pairs
-            }
+            def one(x: jax.Array, leaf: Leaf, sliced: int) -> jax.Array:
+                is_leaf = x.ndim == len(leaf.shape) - sliced  # and no scale
+                return self._constrain(x, leaf, stage or leaf.source, sliced) if is_leaf else x
+
+            return {leaf.path: [one(x, leaf, sliced) for x in sent[leaf.path]] for leaf, sliced in pairs}
 
         whole = constrain(jax.lax.optimization_barrier(constrain(sent, stage)), "use")
-        return {
-            leaf.path: leaf.gather_wire.codec.decode(*whole[leaf.path], dtype=leaf.stage("use").dtype)
-            if leaf.gather_wire
-            else whole[leaf.path][0]
-            for leaf, _ in pairs
-        }
+        for leaf, _ in pairs:
+            parts, wire = whole[leaf.path], leaf.gather_wire
+            whole[leaf.path] = wire.codec.decode(*parts, dtype=leaf.stage("use").dtype) if wire else parts[0]
+        return whole
 
     def keep(self, pairs: Pairs, whole: Arrays) -> Arrays:
         """Slice whole leaves to their `kept` stage. Moves no data between devices."""

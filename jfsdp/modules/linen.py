@@ -146,12 +146,9 @@ class LinenModel:
     ) -> tuple[Any, Arrays, Arrays]:
         """Compute `fn(model, *inputs)`, `model` being a `BoundModel`; see `FlaxModel.run`."""
         owners = hooks.owners()
-        boxed = {
-            path: NotGathered(value, path, owners[path], tuple(self.params[path].shape), hooks.call)
-            if path in owners
-            else value
-            for path, value in params.items()
-        }
+        boxed = dict(params)
+        for path in filter(owners.__contains__, params):
+            boxed[path] = NotGathered(params[path], path, owners[path], tuple(self.params[path].shape), hooks.call)
         collections = self.plain(boxed, state)
         model = BoundModel(self.module, collections.pop(PARAMS), collections, (state[RNG_KEY], state[RNG_COUNT]), hooks)
         with local_rules():

@@ -105,7 +105,8 @@ def read_launches(thunks: Any, hlo: Module, collectives: Iterable[Collective], s
     loops = {loop: hlo.computations[loop.attribute("condition")].by_name for loop in lines if loop.opcode == "while"}
     (block,) = next(one for one in thunks.body.operations if one.name.value == "main").regions[0].blocks
     items = tuple(_Reader(hlo.num_partitions or 1, loops).read(block))
-    counts, in_hlo = count_launches(items), dict.fromkeys(KINDS, 0.0)  # bytes that a device sends per step
+    counts = count_launches(items)
+    in_hlo: dict[str, float] = dict.fromkeys(KINDS, 0.0)  # bytes that a device sends per step
     for one in collectives:
         in_hlo[one.kind] += one.total_bytes
     pairs = [(kind, counts.get(kind, {}).get("wire_bytes", 0.0), size) for kind, size in in_hlo.items()]

@@ -11,6 +11,7 @@ backward. Otherwise three collectives of every tick would be exposed.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -106,20 +107,8 @@ class Stage:
                     continue
                 start, end, moves = (there, here, [(b, a) for a, b in pairs]) if back else (here, there, pairs)
                 is_given = jnp.isin(index, jnp.asarray([b for _, b in moves]))
-
-                def move(
-                    x: jax.Array,
-                    new: jax.Array,
-                    start: int = start,
-                    end: int = end,
-                    moves: Any = moves,
-                    is_given: Any = is_given,
-                ) -> jax.Array:
-                    sent = jax.lax.ppermute(x[start * length : (start + 1) * length], PIPE, moves)
-                    old = new[end * length : (end + 1) * length]
-                    return jax.lax.dynamic_update_slice_in_dim(new, jnp.where(is_given, sent, old), end * length, 0)
-
-                result = jax.tree.map(move, arrays, result)
+                places = [slice(part * length, (part + 1) * length) for part in (start, end)]
+                result = jax.tree.map(functools.partial(_move, places, moves, is_given), arrays, result)
         return result
 
     def _program(self, weights: StageWeights, rows: Any, task: Any, carry: Sequence[Any]) -> tuple[Step, list[Any]]:
@@ -242,6 +231,12 @@ def _prepare(step: Step, flat: Sequence[Any]) -> None:
     env = dict(zip(step.block.inputs, flat, strict=True))
     consts = [read(env, atom) for atom in loop.split(loop.inputs)[0]]
     Forward(step).prepare(loop, dict(zip(loop.body.inputs, consts, strict=False)))
+
+
+def _move(places: Sequence[slice], moves: Any, is_given: jax.Array, x: jax.Array, new: jax.Array) -> jax.Array:
+    """Send the first place of `x` to the second one of `new`, where a stage is given one."""
+    sent, old = jax.lax.ppermute(x[places[0]], PIPE, moves), new[places[1]]
+    return jax.lax.dynamic_update_slice_in_dim(new, jnp.where(is_given, sent, old), places[1].start, 0)
 
 
 def _choose(mark: jax.Array, yes: jax.Array, no: jax.Array) -> jax.Array:
