@@ -10,6 +10,7 @@ Exit status: 0 if nothing failed; 1 if a check failed; 2 for bad arguments.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import shutil
@@ -34,6 +35,7 @@ import numpy as np
 
 from jfsdp import checkpoint
 from jfsdp.cli.console import GIB
+from jfsdp.float8 import check_devices
 from jfsdp.launch.runtime import plain_warnings, start_jax
 from jfsdp.layout.mesh import make_mesh, num_data_shards
 from jfsdp.plan.cluster.gpus import gpu_of_device
@@ -43,11 +45,14 @@ from jfsdp.plan.jobs import find_planned_job, plan_job
 from jfsdp.plan.time.profile import read_profile
 from jfsdp.proof.jobs import cut_to_size, prove_job, random_batch
 from jfsdp.trainer.help_groups import option, read_command
+from jfsdp.trainer.option_errors import spell
 from jfsdp.trainer.options import Count, Location, Real, StepOptions, describe_error
+from jfsdp.trainer.parse import write
 from jfsdp.trainer.step import make_step
 
 SMALL, SIZES = "llama-tiny", (("num_layers", 2), ("dim", 64))
 TRACED = 3  # steps
+RACE_S = 150  # limit of each contender
 SIMULATED = 4  # devices of the CPU, without a GPU
 SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 NEEDED_GIB = {"llama-8b": 300, "llama-3b": 120, "llama-1b": 45}  # of all devices together, for a step with AdamW
@@ -80,13 +85,21 @@ class Result:
     seconds: float
 
 
-class Proof:
+class Checks:
     """The checks on one machine; each returns a line and data, and raises if something is wrong."""
 
     def __init__(self, options: ProofOptions, traces: Path):
-        self.options, self.traces, self.devices = options, traces, jax.devices()
-        self.is_gpu = self.devices[0].platform == "gpu"
-        self.gpu = gpu_of_device(self.devices[0].device_kind) if self.is_gpu else None
+        self.options, self.traces = options, traces
+
+    @functools.cached_property
+    def devices(self) -> list[Any]:
+        """The devices of JAX, which starts when they are first used: before, it leaves all memory to the race."""
+        start_jax()
+        return jax.devices()
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.devices[0].platform == "gpu"
 
     def prove(self) -> tuple[str, dict[str, Any]]:
         """Every gradient on these devices equals one device, in both programs."""
@@ -100,8 +113,8 @@ class Proof:
 
     def attention(self) -> tuple[str, dict[str, Any]]:
         """cuDNN's attention over packed documents gives the losses of plain attention."""
-        if not self.is_gpu:
-            raise NotShown("cuDNN needs a GPU")
+        if not self.is_gpu or float(self.devices[0].compute_capability) < 8:
+            raise NotShown("cuDNN's attention needs a GPU from Ampere on")
         sizes = (("dim", 256), ("num_heads", 4), ("num_kv_heads", 2))
         plain, fused = (
             self._small(param_dtype="bfloat16", seq_len=256, model_config=(*sizes, ("attention", kind)))
@@ -123,6 +136,10 @@ class Proof:
     def float8(self) -> tuple[str, dict[str, Any]]:
         """Products in float8 give the losses of bfloat16, within their rounding."""
         half = self._small(param_dtype="bfloat16")
+        try:
+            check_devices(make_mesh())
+        except ValueError as error:
+            raise NotShown(str(error)) from error
         return self._compare(half, dataclasses.replace(half, matmul="float8"), 5e-2)
 
     def checkpoint(self) -> tuple[str, dict[str, Any]]:
@@ -152,19 +169,24 @@ class Proof:
             seconds.append(time.perf_counter() - begin)
         peak = (self.devices[0].memory_stats() or {}).get("peak_bytes_in_use")
         with jax.profiler.trace(str(self.traces)):
-            for _ in range(TRACED):
-                state, metrics = step(state, batch)
+            for number in range(TRACED):
+                with jax.profiler.StepTraceAnnotation("train", step_num=number):
+                    state, metrics = step(state, batch)
             jax.block_until_ready(metrics)
         found: dict[str, Any] = {"model": options.model, "first_step_s": seconds[0], "peak_bytes": peak}
         found["step_s"] = float(np.median(seconds[1:]))
         text = f"{options.model} on {len(self.devices)} devices: {found['step_s']:.3f} s a step"
-        if self.gpu is None:
-            return f"{text}; no plan for {self.devices[0].device_kind}", found
-        plan = plan_job(options, Cluster(self.gpu, 1, len(self.devices)))
+        try:
+            gpu = gpu_of_device(self.devices[0].device_kind) if self.is_gpu else None
+            if gpu is None:
+                return f"{text}; no plan for {self.devices[0].device_kind}", found
+            plan = plan_job(options, Cluster(gpu, 1, len(self.devices)))
+        except Exception as error:  # the measurement is reported anyway
+            return f"{text}; no plan: {type(error).__name__}: {error}", found
         found["planned"] = {"step_s": plan.step_s, "bytes": plan.memory.peak_bytes, "parts_s": plan.timeline.critical}
         found["planned"]["miscompiles"] = [one.message for one in plan.miscompiles]
-        planned = f"{plan.memory.peak_bytes / GIB:.2f}"
-        return f"{text}, planned {plan.step_s:.3f}; {(peak or 0) / GIB:.2f} GiB at the peak, planned {planned}", found
+        text += f", planned {plan.step_s:.3f}; {(peak or 0) / GIB:.2f} GiB at the peak of this process"
+        return f"{text}, planned {plan.memory.peak_bytes / GIB:.2f}", found
 
     def profile(self) -> tuple[str, dict[str, Any]]:
         """Where the time of the measured steps went, and how much communication is hidden."""
@@ -178,18 +200,21 @@ class Proof:
 
     def race(self) -> tuple[str, dict[str, Any]]:
         """The time of a step, and of PyTorch FSDP2."""
+        if not _gpu_memory():
+            raise NotShown("a race on the CPU says nothing about GPUs")
         if installed_version("torch") is None or installed_version("transformers") is None:
             raise NotShown("torch and transformers are not installed")
-        if not self.is_gpu:
-            raise NotShown("a race on the CPU says nothing about GPUs")
-        options = self._measured()
-        words = [sys.executable, str(Path(__file__).with_name("bench.py")), "--settings", "manual", "torch-fsdp2"]
-        words += ["--model", str(options.model), "--seq-len", str(options.seq_len), "--rounds", "2", "--steps", "5"]
-        done = subprocess.run([*words, "--json"], capture_output=True, text=True, timeout=240, check=False)
+        options, command = self._measured(), [sys.executable, str(Path(__file__).with_name("bench.py"))]
+        fields = [field for field in dataclasses.fields(StepOptions) if field.name in RACED]
+        changed = {x.name: value for x in fields if (value := getattr(options, x.name)) != x.default}
+        command += [word for name, value in changed.items() for word in (spell(name), write(value))]
+        command += ["--settings", "manual", "torch-fsdp2", "--rounds", "1", "--steps", "5", "--json"]
+        command += ["--timeout", str(RACE_S)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise AssertionError(done.stderr.strip().splitlines()[-1])
-        found = json.loads(done.stdout)
-        return "see the table of scripts/bench.py in the JSON", found
+            reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+            raise NotShown(reason) if "exceeded --timeout" in done.stderr else AssertionError(reason)
+        return "see the table of scripts/bench.py in the JSON", json.loads(done.stdout)
 
     def _small(self, **changes: Any) -> StepOptions:
         usual = {"model": SMALL, "model_config": SIZES, "param_dtype": "float32", "seq_len": 64, "remat": "none"}
@@ -200,8 +225,7 @@ class Proof:
         options = StepOptions(**{x.name: getattr(self.options, x.name) for x in dataclasses.fields(StepOptions)})
         if options.model or options.factory:
             return options
-        limits = [(device.memory_stats() or {}).get("bytes_limit", 0) for device in self.devices]
-        fits = [name for name, size in NEEDED_GIB.items() if sum(limits) / GIB >= size]
+        fits = [name for name, size in NEEDED_GIB.items() if sum(_gpu_memory()) >= size]
         return dataclasses.replace(options, model=(fits or [SMALL])[0], seq_len=4096 if fits else 128)
 
     def _make(self, options: StepOptions, num_devices: int = 0) -> tuple[Any, Any, Any, Any]:
@@ -227,7 +251,9 @@ class Proof:
         return f"losses within {error:.1e}, {limit:g} allowed", {"error": error, "losses": [x.tolist() for x in losses]}
 
 
-CHECKS = ("prove", "attention", "offload", "lora", "float8", "checkpoint", "measure", "profile", "race")
+# The race is first, since JAX keeps the memory of a GPU until its process ends.
+CHECKS = ("race", "prove", "attention", "offload", "lora", "float8", "checkpoint", "measure", "profile")
+RACED = ("model", "model_config", "seq_len", "batch_per_device", "mesh", "remat")
 
 
 def run_checks(proof: Any, minutes: float, report: Callable[[Result], None]) -> list[Result]:
@@ -254,7 +280,7 @@ def write_report(directory: Path, results: Sequence[Result]) -> None:
     versions = {name: installed_version(name) for name in SHOWN if installed_version(name)}
     devices = jax.devices()
     about = {"devices": f"{len(devices)} x {devices[0].device_kind}", "python": sys.version.split()[0], **versions}
-    about["driver"] = _driver()
+    about["driver"] = next(iter(_query("driver_version")), "")
     about["jfsdp"] = metadata.version("jfsdp")
     plain = {"about": about, "checks": [dataclasses.asdict(one) for one in results]}
     (directory / "gpu-proof.json").write_text(json.dumps(plain, indent=1, default=str) + "\n")
@@ -273,11 +299,18 @@ def _cell(text: str) -> str:
     return text.splitlines()[0].replace("|", "/") if text else ""
 
 
-def _driver() -> str | None:
+def _gpu_memory() -> list[float]:
+    """Return the GiB of each GPU that JAX will see; [] without a driver."""
+    sizes = [float(line) / 1024 for line in _query("memory.total") if line.strip().isdigit()]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return sizes if visible is None else sizes[: len(visible.split(",")) if visible else 0]
+
+
+def _query(what: str) -> list[str]:
     if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.partition("\n")[0] or None
+        return []
+    command = ["nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader,nounits"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.splitlines()
 
 
 def main(argv: Sequence[str]) -> int:
@@ -291,8 +324,7 @@ def main(argv: Sequence[str]) -> int:
             if not has_nvidia_driver() and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
                 jax.config.update("jax_platforms", "cpu")
                 jax.config.update("jax_num_cpu_devices", SIMULATED)
-            start_jax()
-            results = run_checks(Proof(options, Path(traces)), options.minutes, _show)
+            results = run_checks(Checks(options, Path(traces)), options.minutes, _show)
     except (MissingExtra, ValueError) as error:
         print(f"gpu_proof.py: error: {describe_error(error, ProofOptions)}", file=sys.stderr)
         return 2

@@ -5,13 +5,13 @@ import json
 import pytest
 
 from scripts import gpu_proof
-from scripts.gpu_proof import CHECKS, NotShown, Proof, ProofOptions, main, run_checks, write_report
+from scripts.gpu_proof import CHECKS, Checks, NotShown, ProofOptions, main, run_checks, write_report
 
 
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory):
     options = ProofOptions(steps=3, model="llama-tiny", model_config=(("num_layers", 1), ("dim", 32)), seq_len=32)
-    return Proof(options, tmp_path_factory.mktemp("traces"))
+    return Checks(options, tmp_path_factory.mktemp("traces"))
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_the_report_has_every_check_and_goes_on_after_a_failure(tmp_path, monkey
     page = (tmp_path / "gpu-proof.md").read_text()
     assert "| lora | failed | ValueError: losses differ |" in page and "prove / is right" in page
     assert [one.status for one in run_checks(Fake(), -1.0, seen.append)] == ["not shown"] * len(CHECKS)
-    monkeypatch.setattr(gpu_proof, "Proof", lambda *_: Fake())
+    monkeypatch.setattr(gpu_proof, "Checks", lambda *_: Fake())
     assert main(["--directory", str(tmp_path)]) == 1
 
 
