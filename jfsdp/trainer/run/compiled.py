@@ -66,8 +66,12 @@ def kept_program(directory: Path | None) -> Iterator[StepProgram]:
         shared = jax.config.jax_compilation_cache_dir  # of all runs of this user
         places = [directory, *([Path(shared) / "steps"] if shared else [])]
         with tempfile.TemporaryDirectory(prefix="jfsdp-compiled-") as cache:
-            intact = _copy_intact(places, Path(cache))
-            used = cache if all(names == intact for names in gather_json(intact)) else None
+            names = [_copy_intact(places[: num + 1], Path(cache)) for num in range(len(places))]
+            found = gather_json(names)
+            if any(others[-1] != names[-1] for others in found):  # homes that are not shared
+                for name in {*names[-1]} - {*names[0]}:
+                    (Path(cache) / name).unlink()
+            used = cache if all(others[0] == names[0] for others in found) else None
             # XLA's tables of tuned kernels have no digest, and the program contains its kernels.
             with using_cache(jax_compilation_cache_dir=used, jax_persistent_cache_enable_xla_caches=""):
                 yield program

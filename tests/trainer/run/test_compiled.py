@@ -98,10 +98,18 @@ def test_only_the_newest_entries_are_kept(tmp_path):
 
 def test_processes_that_see_different_entries_compile(tmp_path, monkeypatch):
     assert start(tmp_path) == "compiled"
-    monkeypatch.setattr(compiled, "gather_json", lambda entries: [entries, {}])
+    monkeypatch.setattr(compiled, "gather_json", lambda entries: [entries, [[] for _ in entries]])
     assert start(tmp_path) == "compiled"
     monkeypatch.setattr(compiled, "gather_json", lambda entries: [entries, entries])
     assert start(tmp_path) == "loaded"
+
+
+def test_homes_that_are_not_shared_leave_the_entries_of_the_run(tmp_path, monkeypatch):
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path / "user"))
+    assert [start(tmp_path / "one"), start(tmp_path / "two", 4.0)] == ["compiled", "compiled"]
+    monkeypatch.setattr(compiled, "gather_json", lambda entries: [entries, [entries[0], []]])
+    assert start(tmp_path / "one") == "loaded"
+    assert start(tmp_path / "one", 4.0) == "compiled"
 
 
 def test_a_run_in_an_object_store_keeps_its_newest_entries_there():
