@@ -132,7 +132,8 @@ def test_nothing_is_kept_where_the_cache_is_disabled(tmp_path, monkeypatch):
     assert start(tmp_path) == "compiled" and not list(tmp_path.iterdir())
 
 
-def test_a_run_loads_its_step_when_it_resumes(tmp_path):
+def test_a_run_loads_its_step_when_it_resumes(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     write_corpus(tmp_path / "corpus")
     model = ["--model", "llama-tiny", "--model-config", *ONE_LAYER, "--seq-len", 32, "--batch-per-device", 2]
     where = ["--data", tmp_path / "corpus", "--sample-tokens", 0, "--eval-fraction", 0, "--run-dir", tmp_path / "run"]
