@@ -242,6 +242,10 @@ class Attention(nnx.Module):
         turn = (cos, sin) if gain == 1 else (cos * gain, sin * gain)
         return apply_rope(query, turn), apply_rope(key, (cos, sin)), value
 
+    def output(self, attended: jax.Array) -> jax.Array:
+        """Project the heads back. Layout: [B T H A] -> [B T D]."""
+        return self.o_proj(attended.reshape(*attended.shape[:2], -1))
+
     def _kernel(self, is_full: Any) -> Callable[..., jax.Array]:
         """Return attention of queries, keys, values and documents; see `Llama._documents`.
 
@@ -372,7 +376,7 @@ class DecoderLayer(nnx.Module):
         return self.attn.project(whole_rows(self.attn_norm(x)), cos, sin)
 
     def _attend(self, x: jax.Array, attended: jax.Array) -> jax.Array:
-        y = split_tokens(self.attn.o_proj(attended.reshape(*x.shape[:2], -1)))
+        y = split_tokens(self.attn.output(attended))
         return x + (y if self.attn_out_norm is None else self.attn_out_norm(y))
 
     def _feed_forward(self, x: jax.Array, attended: jax.Array) -> jax.Array:

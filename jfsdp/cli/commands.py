@@ -124,8 +124,8 @@ def main(args: Sequence[str] | None = None) -> int:
         if _is_full(error):
             reason = str(error).partition("\n")[0]
             error = ValueError(f"out of memory ({reason}); process less at a time")
-        raised_in = traceback.extract_tb(error.__traceback__)[-1].filename
-        if isinstance(error, TypeError) and raised_in != arguments.__file__:
+        places = traceback.extract_tb(error.__traceback__)
+        if isinstance(error, TypeError) and places[-1].filename != arguments.__file__:
             raise  # not the type of an argument, but an error of a user's job, for example
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
