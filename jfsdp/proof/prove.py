@@ -34,7 +34,7 @@ from jfsdp.proof.cases import STRATEGIES, Case, choose_cases
 from jfsdp.proof.causes import Cause, Diagnosis
 from jfsdp.proof.compare import Difference, Run, capture, differences, norm, run_case, scale_of
 from jfsdp.proof.reference import Reference, Values, fast_to_compile
-from jfsdp.train.checks import as_arrays
+from jfsdp.train.checks import as_arrays, check_batch
 from jfsdp.train.fully_shard import fully_shard
 from jfsdp.train.sharded import ShardedModel
 from jfsdp.train.step.loss_check import same_bits
@@ -150,7 +150,8 @@ def prove(
       is whether some case ran, and none differs.
 
     Raises:
-      ValueError: for a wrapped model, and if one device cannot run the model.
+      TypeError: naming a leaf of the batch that is neither an array of rows nor a number.
+      ValueError: for a wrapped model or leaves of unequal rows, and if one device cannot run the model.
     """
     if isinstance(model, WrappedModel):
         raise ValueError("prove: models with adapters or codecs are not supported; pass the model without jfsdp.lora")
@@ -159,6 +160,7 @@ def prove(
             "prove: this process has one device; simulate 8 on the CPU with JAX_PLATFORMS=cpu "
             "XLA_FLAGS=--xla_force_host_platform_device_count=8 in the environment, before JAX starts"
         )
+    check_batch(as_arrays(batch), shards=1, accumulate=1, num_processes=1)
     places = {"units": units, "placements": placements, "axis_rules": axis_rules, "frozen": frozen}
     columns = {"strategy": strategies, "program": programs, "accumulate": accumulate}
     columns |= {"reshard": reshard_after_forward, "remat": remat}

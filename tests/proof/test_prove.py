@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen
+from flax import linen, nnx
 
 import jfsdp
 from jfsdp.cli import main
@@ -77,6 +77,31 @@ def test_a_refusal_is_no_proof():
     options = {"meshes": [{"fsdp": 8}], "programs": ("manual",), "strategies": ("full_shard",), **ONE}
     (one,) = (proof := jfsdp.prove(Lookup, unequal, optax.sgd(0.1), batch(), **options)).cases
     assert not proof.is_ok and one.status == "refused" and one.cause and "weight" in one.cause.text
+
+
+class Shifted(nnx.Module):
+    """Logits plus a number that their softmax ignores: its gradient is zero except for rounding."""
+
+    def __init__(self, rngs):
+        self.net, self.shift = Lookup(rngs), nnx.Param(jnp.zeros((1,)))
+
+    def __call__(self, tokens):
+        return self.net(tokens) + self.shift[...]
+
+
+def test_rounding_of_a_zero_gradient_is_no_difference():
+    options = {"meshes": [{"fsdp": 8}], "programs": ("manual",), "strategies": ("zero2",), **ONE}
+    (one,) = jfsdp.prove(Shifted, sums, optax.adam(1e-3), batch(), **options).cases
+    assert one.status == "equal" and one.worst < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "name"),
+    [({**batch(), "name": "a"}, TypeError, "name"), ({**batch(), "edges": np.zeros((2, 8))}, ValueError, "edges")],
+)
+def test_a_batch_is_checked_before_a_model_is_made(rows, error, name):
+    with pytest.raises(error, match=name):
+        jfsdp.prove(lambda rngs: pytest.fail("a model was made"), mean, optax.sgd(0.1), rows)
 
 
 def test_adapters_are_refused():
