@@ -51,7 +51,7 @@ def print_plan(
     if plan.launches:
         console.print(*_launches(plan.launches, verbose), sep="\n", soft_wrap=True)
     if verbose:
-        console.print(f"\nXLA options (compiled in {plan.compiled.compile_s:.1f} s)")
+        console.print("\nXLA options")
         console.print(*(f"{x}={value}" for x, value in plan.compiled.options.items()), sep="\n", soft_wrap=True)
 
 
@@ -122,6 +122,7 @@ def _facts(plan: Plan, job: StepOptions, verbose: bool) -> dict[str, str]:
     waits, least = plan.timeline.host_exposed_s / plan.step_s, plan.compute_bound_rows
     note = f"; by compute from {least} rows per data shard on" if least > work.rows else ""
     rows["bound by"] = plan.bound_by + (f"; {waits:.0%} of the step waits for host memory" if waits > 0.02 else note)
+    rows["compiling"] = f"{plan.compiled.compile_s:.0f} s on this machine, without tuning of kernels on GPUs"
     return rows
 
 
@@ -131,7 +132,6 @@ def describe_training(plan: Plan, training: Training, failures: Mapping[str, Any
     written = f"copied in {_show(training.copy_s, _SECONDS, 1)}, written in {training.checkpoint_s:.0f} s at {rate}"
     rows = {
         "training": f"{training.steps:,} steps: {_time_of(training.days)}, {training.gpu_hours:,.0f} GPU-hours",
-        "compiling": f"{plan.compiled.compile_s:.0f} s on this machine, without tuning of kernels on GPUs",
         "checkpoints": f"{training.num_checkpoints:,} of {size}, each {written}",
     }
     if failures:

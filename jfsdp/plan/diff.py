@@ -10,7 +10,7 @@ from typing import Any
 
 # Lists of details, what follows from the rest, estimates of other options, and the seconds of this compile.
 _SKIPPED = {"timeline", "step_range_s", "largest_buffers", "items", "paths", "advice", "compile_s"}
-_KEYS = ("trap", "unit", "what", "kind", "name", "dtype", "axes", "group_size")  # of the rows of a list
+_KEYS = ("trap", "unit", "what", "kind", "name", "dtype", "axes", "group_size")  # name a row of a list
 
 
 def read_plan(path: str) -> dict[str, Any]:

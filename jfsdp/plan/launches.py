@@ -1,4 +1,4 @@
-"""What a GPU executes in a step, in order: kernels, copies, collectives, waits and loops.
+"""The operations that a GPU executes in a step, in order: kernels, copies, collectives, waits and loops.
 
 Read from the thunks of the compiled step, XLA:GPU's list of launches. The HLO text describes the same step, so
 `read_launches` compares the two.
@@ -52,7 +52,7 @@ class Launch:
 
     @property
     def wire_bytes(self) -> float:
-        """Bytes that a device sends; 0 if this is no collective."""
+        """Bytes that a device sends; 0 for anything but a collective."""
         return wire_bytes(self.kind, self.num_bytes, len(self.group)) if self.kind in KINDS else 0.0
 
 
@@ -167,7 +167,7 @@ def _size(buffer: Any) -> int:
 
 
 def _together(items: Iterable[Any]) -> Iterator[Any]:
-    """Combine the arrays of a collective, each of which is an operation of its own."""
+    """Combine the arrays of a collective, each of which has its own operation."""
     key_of = operator.attrgetter("dtype", "kind", "group", "token")
     for key, found in itertools.groupby(items, lambda item: getattr(item, "dtype", "") and key_of(item)):
         several = list(found)

@@ -27,7 +27,8 @@ _SUMS = ("all-reduce", "reduce-scatter")
 _COUNTS = 1024  # smaller sums of whole numbers are flags and counters
 # Operations on cuDNN's statistics that keep them for the backward.
 _KEEPS = ("reshape", "squeeze", "broadcast_in_dim", "convert_element_type", "copy", "copy_p", "optimization_barrier")
-_KEEPS += ("name", "stop_gradient", "sharding_constraint", "transpose")
+_KEEPS += ("name", "sharding_constraint", "transpose")
+_HAS_NONE = ("dot_product_attention", "stop_gradient")  # in names of operations without this derivative
 Found = Iterator[tuple[str, str]]  # facts, and the source line or operation
 
 
@@ -98,7 +99,7 @@ def _dropped_statistics(program: Program) -> Found:
             used = [atom for atom in eqn.invars if not is_literal(atom) and atom in kept]
             if used and eqn.primitive.name in _KEEPS:
                 kept |= dict.fromkeys(eqn.outvars, kept[used[0]])
-            elif used and "dot_product_attention" not in eqn.primitive.name and not list(_bodies(eqn)):
+            elif used and not any(name in eqn.primitive.name for name in _HAS_NONE) and not list(_bodies(eqn)):
                 yield f"{describe(eqn)} computes with the statistics of cuDNN's attention", describe(kept[used[0]])
 
 
@@ -185,7 +186,8 @@ MISCOMPILES = (
         "dropped-gradient",
         "every version (seen in 0.10.2 and 0.12)",
         "JAX drops the derivative of these statistics without an error",
-        "compute the softmax without return_residual, or use jfsdp.attention, which merges parts with a derivative",
+        "compute the softmax without return_residual, or use jfsdp.attention, which merges parts with a derivative; "
+        "apply jax.lax.stop_gradient to statistics that are only logged",
         "",
         _dropped_statistics,
     ),

@@ -296,7 +296,7 @@ def _fit(columns: np.ndarray, target: np.ndarray) -> np.ndarray | None:
 
 
 def _ratio(given: np.ndarray, wanted: np.ndarray) -> float | None:
-    """Return the constant by which an array differs from another; None if it is no constant, or 1."""
+    """Return the constant by which an array differs from another; None if it varies, or is 1."""
     size = float(np.vdot(wanted, wanted))
     ratio = float(np.vdot(wanted, given)) / size if size else 0.0
     is_close = np.linalg.norm(given - ratio * wanted) <= _CLOSE * abs(ratio) * math.sqrt(size)

@@ -19,8 +19,8 @@ from jfsdp.train.state import TrainState
 from jfsdp.train.step.step import TrainStep
 
 _MARGIN = 16  # times the effect of one rounding error per parameter
-_MOST = 1e-2  # of the norm of an array; where rounding alone exceeds it:
-_LEAST_MARGIN = 4
+_MOST = 1e-2  # relative to the norm of an array
+_LEAST_MARGIN = 4  # where a rounding error has a larger effect
 
 
 class Captured(NamedTuple):
@@ -163,7 +163,7 @@ def differences(run: Values, one: Values, moved: Values, eps: float) -> list[Dif
 
 
 def _zero_gradients(wanted: Mapping[str, Any], near: Mapping[str, Any], eps: float) -> set[str]:
-    """Return the gradients that are zero except for rounding, such as that of a bias before a batch norm."""
+    """Return the gradients that are zero except for rounding, as for a bias before a batch norm."""
     most = min(_MARGIN * eps, _MOST) * scale_of(wanted)
     return {name for name, x in wanted.items() if norm(x) <= most and _gap(near[name], x) > 0.1 * norm(x)}
 

@@ -20,7 +20,7 @@ from jfsdp.trainer.job import Job
 from jfsdp.trainer.options import ShardingOptions, make_optimizer, place_model, shard_job
 from jfsdp.trainer.step import make_batch
 
-MOST_PARAMETERS = 2**18  # of a model that is cut to size
+MOST_PARAMETERS = 2**18  # a model is cut to this size
 _TOKENS = 32
 _REFUSED = ("param_dtype", "reduce_dtype", "frozen_dtype", "gather_wire", "reduce_wire", "matmul", "quantized", "lora")
 

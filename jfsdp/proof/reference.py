@@ -39,7 +39,7 @@ class Values:
     """Values of a run that a proof compares, by kind and name, such as `gradient`, `layers.0.kernel`.
 
     Attributes:
-      arrays: logical arrays on the host. `gradient` is that of the first step, before clipping to a norm.
+      arrays: logical arrays on the host. `gradient` is of the first step, before clipping to a norm.
       weights: of the loss, by step.
     """
 

@@ -51,20 +51,22 @@ def test_collectives_in_a_branch():
     assert found.trap == "branch" and "all-reduce" in found.message
 
 
-def attention(query, key, value, *, merged):
+def attention(query, key, value, *, use):
     options = {"implementation": "cudnn", "return_residual": True}
-    if not merged:
+    if use == "none":
         return jax.nn.dot_product_attention(query, key, value, **options)[0].sum()
     output, statistics = jax.nn.dot_product_attention(query, key, value, **options)
+    if use == "logged":
+        return output.sum(), jax.lax.stop_gradient(statistics).max()
     return (output * jax.nn.sigmoid(statistics)[..., None]).sum()
 
 
-@pytest.mark.parametrize(("merged", "wanted"), [(True, ["dropped-gradient"]), (False, [])])
-def test_statistics_of_cudnn_whose_derivative_is_dropped(merged, wanted):
+@pytest.mark.parametrize(("use", "wanted"), [("merged", ["dropped-gradient"]), ("none", []), ("logged", [])])
+def test_statistics_of_cudnn_whose_derivative_is_dropped(use, wanted):
     device = hlo.h100s(1)[0]
     shapes = [jax.ShapeDtypeStruct((2, 256, 4, 64), "bfloat16", sharding=jax.sharding.SingleDeviceSharding(device))] * 3
     with jax.default_device(device):
-        traced = jax.jit(jax.grad(functools.partial(attention, merged=merged), (0, 1, 2))).trace(*shapes)
+        traced = jax.jit(jax.grad(functools.partial(attention, use=use), (0, 1, 2), has_aux=use == "logged")).trace(*shapes)
     empty = parse_module("HloModule m, is_scheduled=true\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}")
     assert names(empty, traced.jaxpr.jaxpr) == wanted
 
