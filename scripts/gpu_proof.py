@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,8 @@ SMALL, SIZES = "llama-tiny", (("num_layers", 2), ("dim", 64))
 TRACED = 3  # steps
 RACE_S = 150  # limit of each contender
 SIMULATED = 4  # devices of the CPU, without a GPU
-SHOWN = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
+SHOWN = ("jfsdp", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "torch")
+SHOWN += ("nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 NEEDED_GIB = {"llama-8b": 300, "llama-3b": 120, "llama-1b": 45}  # of all devices together, for a step with AdamW
 
 
@@ -281,7 +281,6 @@ def write_report(directory: Path, results: Sequence[Result]) -> None:
     devices = jax.devices()
     about = {"devices": f"{len(devices)} x {devices[0].device_kind}", "python": sys.version.split()[0], **versions}
     about["driver"] = next(iter(_query("driver_version")), "")
-    about["jfsdp"] = metadata.version("jfsdp")
     plain = {"about": about, "checks": [dataclasses.asdict(one) for one in results]}
     (directory / "gpu-proof.json").write_text(json.dumps(plain, indent=1, default=str) + "\n")
     rows = [f"| {one.name} | {one.status} | {_cell(one.text)} | {one.seconds:.0f} s |" for one in results]
