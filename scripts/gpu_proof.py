@@ -175,11 +175,11 @@ class Checks:
             jax.block_until_ready(metrics)
         found: dict[str, Any] = {"model": options.model, "first_step_s": seconds[0], "peak_bytes": peak}
         found["step_s"] = float(np.median(seconds[1:]))
-        text = f"{options.model} on {len(self.devices)} devices: {found['step_s']:.3f} s a step"
+        text = f"{options.model} on {len(self.devices)} x {self.devices[0].device_kind}: {found['step_s']:.3f} s a step"
         try:
             gpu = gpu_of_device(self.devices[0].device_kind) if self.is_gpu else None
             if gpu is None:
-                return f"{text}; no plan for {self.devices[0].device_kind}", found
+                return f"{text}; no plan for these devices", found
             plan = plan_job(options, Cluster(gpu, 1, len(self.devices)))
         except Exception as error:  # the measurement is reported anyway
             return f"{text}; no plan: {type(error).__name__}: {error}", found
@@ -214,7 +214,9 @@ class Checks:
         if done.returncode:
             reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
             raise NotShown(reason) if "exceeded --timeout" in done.stderr else AssertionError(reason)
-        return "see the table of scripts/bench.py in the JSON", json.loads(done.stdout)
+        found = json.loads(done.stdout)
+        ours, theirs = (found["settings"][name]["step_s"] for name in ("manual", "torch-fsdp2"))
+        return f"{ours:.3f} s a step, PyTorch FSDP2 {theirs:.3f} s: {theirs / ours:.2f} times as long", found
 
     def _small(self, **changes: Any) -> StepOptions:
         usual = {"model": SMALL, "model_config": SIZES, "param_dtype": "float32", "seq_len": 64, "remat": "none"}

@@ -24,7 +24,7 @@ def test_checks_pass_on_the_cpu(proof, name):
 
 def test_a_step_is_measured_and_profiled(proof):
     text, data = proof.measure()
-    assert "no plan for cpu" in text and data["step_s"] > 0 and data["peak_bytes"] is None
+    assert "no plan for these devices" in text and data["step_s"] > 0 and data["peak_bytes"] is None
     text, data = proof.profile()
     assert data["num_steps"] >= 1 and data["seconds"]["matmul_s"] > 0 and "matmul" in text
 
@@ -33,6 +33,15 @@ def test_a_step_is_measured_and_profiled(proof):
 def test_what_needs_a_gpu_is_not_shown(proof, name):
     with pytest.raises(NotShown):
         getattr(proof, name)()
+
+
+@pytest.mark.proof
+def test_the_race_with_fsdp2_runs_on_the_cpu(proof, monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(gpu_proof, "_gpu_memory", lambda: [1.0])
+    options = ProofOptions(model="llama-tiny", seq_len=32, mesh=(("fsdp", 2),))
+    text, data = Checks(options, tmp_path).race()
+    assert "FSDP2" in text and data["devices"] == 2 and data["settings"]["torch-fsdp2"]["step_s"] > 0
 
 
 def test_losses_that_differ_fail(proof):
