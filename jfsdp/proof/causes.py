@@ -19,13 +19,14 @@ their order), or unknown.
     random-masks     devices draw other random numbers than one device
     shared-key       all devices draw the same random numbers for their rows
     cast             a value is rounded to a narrower dtype
-    detached         a gradient is zero: a collective without derivative, or a stop_gradient
+    detached         a gradient, or a part of it, is zero: a collective without derivative, or a stop_gradient
     wrong-place      the values are right, but at other places
     frozen           a frozen parameter changed, or a trained one did not
     optimizer        the gradients agree, and the update does not
     model-state      the model's other state does not agree
     refused          the loss is not what the step's program needs
-    forward          devices compute another loss: a collective in the model, a count of devices, or wrong weights
+    forward          devices compute another loss: a collective in the model, a count of devices, wrong weights, a mean
+                     added to a sum
     backward         the loss agrees and its gradient does not: a derivative that is missing, or summed twice
     unknown          no known cause has this signature
 """
@@ -81,6 +82,11 @@ class Cells:
         is_mean = np.all(self.weights == 1)  # the loss is a scalar: a mean of the parts' means
         return 1 / (len(self.weights) if is_mean else self.weights.sum())
 
+    def varying(self, factors: np.ndarray) -> list[str]:
+        """Return the axes along which coefficients differ."""
+        grid = factors.reshape([size for _, size in self.axes])
+        return [axis for dim, (axis, _) in enumerate(self.axes) if np.ptp(grid, axis=dim).max() > 1e-3]
+
     def is_sum(self, target: np.ndarray, close: float = _CLOSE) -> bool:
         """Return whether a gradient is the sum over parts, so that no row depends on another part's."""
         return bool(np.linalg.norm(self.columns.sum(1) * self.expected - target) <= close * np.linalg.norm(target))
@@ -115,7 +121,7 @@ class Diagnosis:
     def _values(self) -> Iterator[Cause]:
         for item in self.found:
             value = self.run.values.arrays.get((item.kind, item.name))
-            if value is not None and value.dtype.kind == "f" and not np.isfinite(value).all():
+            if value is not None and jnp.issubdtype(value.dtype, jnp.inexact) and not np.isfinite(value).all():
                 yield Cause("not-finite", f"{item.kind} {item.name} is not finite")
         names, after, before = self._of("parameter"), self.run.values.of("parameter"), self.reference.params
         if bad := [name for name in names if name not in self.reference.trained]:
@@ -147,11 +153,14 @@ class Diagnosis:
                 yield dataclasses.replace(cause, name=name)
         if moved := [name for name in names if _is_moved(given[name], wanted[name])]:
             yield Cause("wrong-place", f"{_list(moved)}: the elements are one device's in another order")
+        if all(np.allclose(given[name], wanted[name] * (given[name] != 0), _CLOSE, 0) for name in names):
+            yield Cause("detached", f"{listed}: some elements are zero, and the others right")
         if dtype := self._dtype(is_exact=True):
             yield Cause("cast", f"{listed}: numbers of {dtype}")
         near = cells.is_sum(self.flat(wanted)) and self._dtype(is_exact=False)
         message = "" if "step 1" not in self._of("loss") else self.run.check_loss()
-        if near and not message:
+        gap = np.linalg.norm(self.flat(given) - self.flat(wanted)) / np.linalg.norm(self.flat(wanted))
+        if near and (not message or self.found[0].error < 0.02 * gap):  # roundings cancel out in the loss
             yield Cause("cast", f"{listed}: differ by about the rounding error of {near}")
         if "step 1" not in self._of("loss"):
             share = np.vdot(self.flat(given), self.flat(wanted)) / np.vdot(self.flat(wanted), self.flat(wanted))
@@ -163,7 +172,7 @@ class Diagnosis:
             yield Cause("coupled-tokens", message or "only meshes with axis 'context' can tell")
         if reference.draws:
             yield Cause("random-masks", f"{listed}: the loss draws random numbers. {message}".rstrip(". "))
-        yield Cause("coupled-rows" if message else "unknown", message or f"{listed}: no known signature")
+        yield Cause("forward" if message else "unknown", message or f"{listed}: no known signature")
 
     def _updates(self) -> Iterator[Cause]:
         if "step 1" in self._of("loss"):
@@ -212,12 +221,19 @@ class Diagnosis:
         factors = _fit(cells.columns, self.flat(self.given))
         if factors is not None:
             whole = _fit(cells.columns, self.flat(self.wanted))
-            one = cells.expected if whole is None else whole  # parts of other weights on one device: a mean of means
+            one: Any = cells.expected
+            if whole is not None and np.abs(whole).min() > 1e-3 * np.abs(whole).max():
+                is_own = np.allclose(factors, one, rtol=1e-3)  # each device has the gradient of its part
+                is_weighted = "step 1" in self._of("loss") and cells.varying(whole / whole.mean()) != [CONTEXT]
+                one = whole if is_weighted or not is_own else one  # other weights on one device: a mean of means
             error = np.linalg.norm(self.flat(self.given) - self.flat(self.wanted)) / np.linalg.norm(
                 self.flat(self.wanted)
             )
             adds_up = cells.is_sum(self.flat(self.wanted), min(_CLOSE, 0.1 * float(error)))
             if not (adds_up and np.allclose(factors / one, 1, atol=1e-3)):
+                if np.allclose(factors / one, 1, atol=1e-3) and self._has_constant(cells):
+                    text = "a part of the loss does not grow with the rows (a mean, a penalty), and counts once"
+                    yield Cause("forward", f"{text} for each of {len(factors)} parts; multiply it by the weight")
                 yield _of_factors(factors / one, cells, _list(self.names))
             return
         for name in self.names:
@@ -238,6 +254,15 @@ class Diagnosis:
                 text = f"{name}: each of its {parts} shards has the gradient of {most} of {len(cells.weights)} parts"
                 yield Cause("missing-sum", f"{text}: over {' or '.join(axes)}")
                 return
+
+    def _has_constant(self, cells: Cells) -> bool:
+        """Return whether parts differ from the whole by a part of the loss that is the same for twice the rows."""
+        reference, rows = self.reference, self.reference.batches[0]
+        twice = jax.tree.map(lambda x: jnp.concatenate([x, x]) if np.ndim(x) else x, rows)
+        once, two = (self.flat(reference.gradient(reference.params, reference.state, x)[3]) for x in (rows, twice))
+        found = cells.columns.sum(1)
+        gap = found - once - (len(cells.weights) - 1) * (2 * once - two)
+        return bool(np.linalg.norm(gap) <= _CLOSE * np.linalg.norm(found))
 
     def _meaning(self, ratio: float) -> str:
         """Name the numbers of a step that equal a factor or its inverse."""
@@ -261,11 +286,14 @@ class Diagnosis:
     def _dtype(self, *, is_exact: bool) -> str:
         """Return the dtype that gradients were rounded to: exactly, or by the size of the difference; "" if none."""
         given, wanted = (np.asarray(self.flat(values), np.float64) for values in (self.given, self.wanted))
-        for dtype in reversed(_DTYPES) if is_exact else ():
-            scaled = [given * factor for factor in (1.0, self.run.values.weights[0])]
-            if all(np.array_equal(x, x.astype(jnp.dtype(dtype)).astype(np.float64)) for x in scaled):
-                return dtype
         error = np.linalg.norm(given - wanted) / np.linalg.norm(wanted)
+        for dtype, factor in itertools.product(
+            reversed(_DTYPES), (1.0, self.run.values.weights[0]) if is_exact else ()
+        ):
+            pair = [factor * x for x in (given, wanted)]
+            exact = [np.allclose(x, np.asarray(x.astype(dtype), np.float64), 1e-12, 0) for x in pair]
+            if exact == [True, False] and error < 4 * float(jnp.finfo(dtype).eps):
+                return dtype
         near = [dtype for dtype in _DTYPES[:3] if not is_exact and 0.02 < error / float(jnp.finfo(dtype).eps) < 1.5]
         return near[0] if near else ""
 
@@ -277,8 +305,7 @@ def _of_factors(factors: np.ndarray, cells: Cells, listed: str) -> Cause:
         return Cause("coupled-rows", f"{listed}: the sum over parts of the batch, not the gradient of all rows")
     if np.allclose(factors, mean, atol=1e-3 * abs(mean)):
         return Cause("factor", f"{listed}: {mean:.4g} times the sum over parts of the batch")
-    grid = factors.reshape([size for _, size in cells.axes])
-    varying = ", ".join(axis for dim, (axis, _) in enumerate(cells.axes) if np.ptp(grid, axis=dim).max() > 1e-3)
+    varying = ", ".join(cells.varying(factors))
     what = f"parts count {', '.join(f'{x:.3g}' for x in factors[:8])} times"
     if np.any(np.abs(factors) < 1e-3):
         return Cause("missing-sum", f"{listed}: {what}, over {varying}")

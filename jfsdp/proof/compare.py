@@ -103,8 +103,8 @@ def run_case(
         return ""
 
     def keep(kind: str, name: str, value: jax.Array, shape: tuple[int, ...]) -> None:
-        found[kind, name] = np.asarray(value)[tuple(map(slice, shape))]
-        copies.extend([(kind, name)] if _differ(value) else [])
+        found[kind, name] = np.asarray(data_of(value))[tuple(map(slice, shape))]
+        copies.extend([(kind, name)] if _differ(data_of(value)) else [])
 
     state = first_state()
     for index, batch in enumerate(reference.batches):
@@ -122,7 +122,7 @@ def run_case(
     for leaf in model.layout.leaves:
         keep("parameter", leaf.path, state.params[leaf.path], leaf.shape)
     for name, value in state.model_state.items():
-        keep("model state", name, data := data_of(value), data.shape)
+        keep("model state", name, value, value.shape)
     return Run(Values(found, tuple(weights)), tuple(copies), model.layout, check_loss, step.spec.adds_up)
 
 
@@ -131,7 +131,8 @@ def _differ(value: jax.Array) -> bool:
     first: dict[str, Any] = {}
     for shard in value.addressable_shards:
         data = np.asarray(shard.data)
-        if not np.array_equal(first.setdefault(str(shard.index), data), data, equal_nan=data.dtype.kind == "f"):
+        is_inexact = jax.numpy.issubdtype(data.dtype, jax.numpy.inexact)
+        if not np.array_equal(first.setdefault(str(shard.index), data), data, equal_nan=is_inexact):
             return True
     return False
 
@@ -156,7 +157,7 @@ def differences(run: Values, one: Values, moved: Values, eps: float) -> list[Dif
             allowed = min(_MARGIN * effect, max(_MOST * size, _LEAST_MARGIN * effect)) + small
             if key != "model state" and _leaf_of(name, one.of("gradient")) in noise:
                 allowed = _MARGIN * (effect + size)
-            allowed = allowed if jax.numpy.issubdtype(wanted[name].dtype, jax.numpy.floating) else 0.0
+            allowed = allowed if jax.numpy.issubdtype(wanted[name].dtype, jax.numpy.inexact) else 0.0
             if not gap <= allowed:
                 found.append(Difference(key, name, gap / size if size else math.inf, allowed / size if size else 0.0))
     return found
@@ -175,7 +176,7 @@ def _leaf_of(name: str, leaves: Iterable[str]) -> str:
 
 def _gap(one: Any, other: Any) -> float:
     """Return the norm of a difference; infinities of one sign are equal."""
-    one, other = (np.asarray(x, np.float64) for x in (one, other))
+    one, other = _wide(one), _wide(other)
     return norm(np.subtract(one, other, where=one != other, out=np.zeros_like(one)))
 
 
@@ -185,4 +186,8 @@ def scale_of(arrays: Mapping[str, Any]) -> float:
 
 
 def norm(x: Any) -> float:
-    return float(np.linalg.norm(np.ravel(np.asarray(x, np.float64))))
+    return float(np.linalg.norm(np.ravel(_wide(x))))
+
+
+def _wide(x: Any) -> Any:
+    return np.asarray(x, np.complex128 if np.iscomplexobj(x) else np.float64)

@@ -120,7 +120,7 @@ class Reference:
             params |= by_name(optax.apply_updates(pick(params), updates))
         found |= {("parameter", name): x for name, x in params.items()}
         for path, x in jax.tree_util.tree_leaves_with_path(opt_state):
-            found["optimizer state", array_name(self.model.tree, path)] = x
+            found["optimizer state", array_name(self.model.tree, path)] = data_of(x)
         found |= {("model state", name): data_of(x) for name, x in state.items()}
         return Values(jax.device_get(found), tuple(weights))
 
@@ -152,7 +152,7 @@ class Reference:
     def eps(self) -> float:
         """The relative rounding error of the narrowest floating dtype in the loss."""
         dtypes = {var.aval.dtype for eqn in all_eqns(self.jaxpr) for var in eqn.outvars if hasattr(var.aval, "dtype")}
-        return max(float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.floating))
+        return max(float(jnp.finfo(x).eps) for x in dtypes if jnp.issubdtype(x, jnp.inexact))
 
     def moved(self) -> Arrays:
         """Return the parameters, each element changed by the rounding error `eps` with a random sign."""
@@ -160,6 +160,6 @@ class Reference:
 
         def move(x: jax.Array) -> jax.Array:
             signs = rng.choice([-1.0, 1.0], size=x.shape)
-            return (x * (1 + self.eps * signs)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+            return (x * (1 + self.eps * signs)).astype(x.dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x
 
         return {name: move(x) for name, x in self.params.items()}

@@ -220,6 +220,41 @@ class Mixture(nnx.Module):
         return x + y, self_routing
 
 
+class Fourier(Net):
+    """With complex weights of the frequencies of a row."""
+
+    def __init__(self, rngs):
+        super().__init__(rngs)
+        self.weights = nnx.Param(jax.random.normal(rngs.params(), (WIDE // 2 + 1,)) * (1 + 0.5j))
+
+    def hidden(self, x):
+        return jnp.fft.irfft(jnp.fft.rfft(super().hidden(x)) * self.weights[...], WIDE)
+
+
+@jax.custom_vjp
+def clip_cotangent(x):
+    """Clip the cotangents of a device's rows by their norm."""
+    return x
+
+
+clip_cotangent.defvjp(lambda x: (x, None), lambda _, grad: (grad * jnp.minimum(1.0, 0.1 / jnp.linalg.norm(grad)),))
+
+
+@jax.custom_vjp
+def all_rows(x):
+    """Gather rows; the backward keeps the cotangents of this device's rows, without a sum over devices."""
+    axes = manual_axes()
+    return jax.lax.all_gather(x, axes, axis=0, tiled=True) if axes else x
+
+
+def own_rows(num, grad):
+    axes = manual_axes()
+    return (jax.lax.dynamic_slice_in_dim(grad, jax.lax.axis_index(axes) * num, num) if axes else grad,)
+
+
+all_rows.defvjp(lambda x: (all_rows(x), len(x)), own_rows)
+
+
 class Attend(Net):
     """Causal attention over whole rows, with positions."""
 
@@ -297,6 +332,23 @@ def contrastive_of_gathered(model, batch):
     keys = jax.lax.stop_gradient(jax.lax.all_gather(out, axes, axis=0, tiled=True)) if axes else out
     losses = jax.nn.logsumexp(out @ keys.T, -1) - jnp.sum(out * batch["y"], -1)
     return jfsdp.Loss(losses.sum(), len(losses))
+
+
+def contrastive_of_all_rows(model, batch):
+    out = model(batch["x"])
+    losses = jax.nn.logsumexp(batch["y"] @ all_rows(out).T, -1) - jnp.sum(out * batch["y"], -1)
+    return jfsdp.Loss(losses.sum(), len(losses))
+
+
+def mean_in_sum(model, batch):
+    """A mean, the z-loss, is added to a sum."""
+    loss, z = squares(model, batch), jax.nn.logsumexp(model(batch["x"]), -1)
+    return jfsdp.Loss(loss.total + 0.5 * jnp.square(z).mean(), loss.weight)
+
+
+def last_token(model, batch):
+    losses = jnp.square(model(batch["x"]) - batch["y"]).mean(-1)
+    return jfsdp.Loss(losses[:, -1].sum() * losses.shape[1], losses.size)
 
 
 def pairs(model, batch):
@@ -683,6 +735,13 @@ FAULTS = [
         of(loss_fn=contrastive_of_gathered),
         ("detached", "coupled-rows", "backward"),
     ),
+    Fault(
+        "loss: contrastive, own cotangents of gathered keys, in float32",
+        of(loss_fn=contrastive_of_all_rows, wide=False),
+        ("backward", "detached"),
+    ),
+    Fault("loss: a mean is added to a sum", of(loss_fn=mean_in_sum), ("forward", "factor"), quick=True),
+    Fault("loss: of each device's last token", with_tokens(Net, last_token), ("coupled-tokens",)),
     Fault("loss: pairs of neighbouring rows, torn by microbatches", of(loss_fn=pairs, accumulate=2), ("coupled-rows",)),
     Fault("loss: noise from a key made in the loss", of(loss_fn=noisy), ("shared-key", "random-masks", "refused")),
     Fault("loss: noise of the host, drawn in each trace", of(loss_fn=host_noise), ("random-masks",)),
@@ -694,6 +753,7 @@ FAULTS = [
     Fault("loss: of a mean over a device's tokens, by token", with_tokens(Net, pooled_by_token), ("coupled-tokens",)),
     # Models.
     Fault("model: batch norm of a device's rows", of(hidden(batch_norm)), ("coupled-rows",)),
+    Fault("model: cotangents are clipped by a device", of(hidden(clip_cotangent)), ("coupled-rows", "backward")),
     Fault("model: positions of a device's tokens", with_tokens(hidden(own_positions)), ("coupled-tokens",), quick=True),
     Fault("model: a shift of a device's tokens", with_tokens(hidden(token_shift)), ("coupled-tokens",)),
     Fault("model: a running mean of a device's tokens", with_tokens(hidden(running_mean)), ("coupled-tokens",)),
@@ -907,6 +967,8 @@ FAULTS = [
             ),
         ),
     ),
+    Fault("none: complex parameters", of(Fourier, tx=optax.sgd(0.1)), quick=True),
+    Fault("none: a random key in the optimizer's state", of(tx=optax.add_noise(0.1, 0.5, jax.random.key(1)))),
     Fault("none: Muon", of(tx=optax.contrib.muon(0.02), strategy="ddp", mesh=GRID)),
     Fault("none: attention over axis context", with_tokens(Attend, units=[nnx.Linear])),
     Fault("none: experts", with_tokens(Mixture, balanced, mesh={"fsdp": 2, "expert": 2}, placements=BY_EXPERT)),
