@@ -137,9 +137,9 @@ class Diagnosis:
             yield Cause("detached", f"{_list(zero)}: the gradient is zero")
         ratios = [ratio for name in names if (ratio := _ratio(given[name], wanted[name]))]
         if len(ratios) == len(names):
-            values = list(dict.fromkeys(round(ratio, 4) for ratio in ratios))
+            values = list(dict.fromkeys(1 + float(f"{ratio - 1:.4g}") for ratio in ratios))
             meaning = self._meaning(values[0]) if len(values) == 1 else "no single factor"
-            shown = ", ".join(f"{value:g}" for value in values[:4])
+            shown = ", ".join(f"{value:.8g}" for value in values[:4])
             where = listed if len(names) < len(wanted) else "every gradient"
             yield Cause("factor", f"{where}: {shown} times one device's, {meaning}")
         totals = [x.gradient(x.params, x.state, x.batches[0])[0] for x in (reference, dataclasses.replace(reference))]
@@ -163,7 +163,7 @@ class Diagnosis:
         if near and (not message or self.found[0].error < 0.02 * gap):  # roundings cancel out in the loss
             yield Cause("cast", f"{listed}: differ by about the rounding error of {near}")
         if "step 1" not in self._of("loss"):
-            share = np.vdot(self.flat(given), self.flat(wanted)) / np.vdot(self.flat(wanted), self.flat(wanted))
+            share = (np.vdot(self.flat(wanted), self.flat(given)) / np.vdot(self.flat(wanted), self.flat(wanted))).real
             what = "a derivative may be missing" if share < 1 else "one may be summed twice"
             yield Cause("backward", f"{listed}: {share:.3g} of one device's, though the loss agrees; {what}")
         if not reference.draws and cells.is_sum(self.flat(wanted)):
@@ -324,10 +324,10 @@ def _fit(columns: np.ndarray, target: np.ndarray) -> np.ndarray | None:
 
 def _ratio(given: np.ndarray, wanted: np.ndarray) -> float | None:
     """Return the constant by which an array differs from another; None if it varies, or is 1."""
-    size = float(np.vdot(wanted, wanted))
-    ratio = float(np.vdot(wanted, given)) / size if size else 0.0
-    is_close = np.linalg.norm(given - ratio * wanted) <= _CLOSE * abs(ratio) * math.sqrt(size)
-    return ratio if is_close and size and abs(ratio - 1) > _CLOSE else None
+    size = float(np.vdot(wanted, wanted).real)
+    ratio = float(np.vdot(wanted, given).real) / size if size else 0.0
+    allowed = min(_CLOSE, abs(ratio - 1) / 10) * abs(ratio) * math.sqrt(size)
+    return ratio if size and np.linalg.norm(given - ratio * wanted) <= allowed else None
 
 
 def _is_moved(given: np.ndarray, wanted: np.ndarray) -> bool:

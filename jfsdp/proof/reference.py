@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +27,20 @@ def fast_to_compile() -> dict[str, Any]:
     return {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True} if is_cpu else {}
 
 
+_HOST_CALLS = ("pure_callback", "io_callback")
 # Without units a model calls none of these: it runs as the user wrote it.
 _NO_UNITS = Hooks({}, lambda *_: None, lambda unit: True, lambda x: x, lambda x: x)  # type: ignore[arg-type,return-value]
+
+
+@contextlib.contextmanager
+def _one_device() -> Iterator[None]:
+    """Let JAX tell the user's code that there is one device."""
+    one = jax.devices()[:1]
+    shown = {"device_count": 1, "local_device_count": 1, "devices": one, "local_devices": one}
+    with contextlib.ExitStack() as stack:
+        for name, value in shown.items():
+            stack.enter_context(mock.patch.object(jax, name, lambda *_, value=value, **__: value))
+        yield
 
 
 def data_of(x: jax.Array) -> jax.Array:
@@ -72,7 +86,8 @@ class Reference:
     def loss(self, params: Arrays, state: Arrays, rows: Any) -> tuple[jax.Array, Any]:
         """Return the total of the loss over rows, and `(weight, state afterwards)`."""
         fn = lambda model, rows: as_loss(self.loss_fn(model, rows))  # noqa: E731
-        loss, _, after = self.model.run(fn, params, state, (rows,), _NO_UNITS)
+        with _one_device():
+            loss, _, after = self.model.run(fn, params, state, (rows,), _NO_UNITS)
         return loss.total, (loss.weight, after)
 
     @functools.cached_property
@@ -147,6 +162,17 @@ class Reference:
     def draws(self) -> bool:
         """Whether the loss draws random numbers."""
         return any(map(draws, all_eqns(self.jaxpr)))
+
+    def check(self) -> None:
+        """Check that the loss can be compared.
+
+        Raises:
+          ValueError: if it calls the host, or computes in 8 bits.
+        """
+        if found := [eqn.primitive.name for eqn in all_eqns(self.jaxpr) if eqn.primitive.name in _HOST_CALLS]:
+            raise ValueError(f"prove: the loss has a {found[0]}, which may block simulated devices; compute it in JAX")
+        if self.eps > 2**-5:
+            raise ValueError("prove: the loss computes in 8 bits, whose rounding hides errors; use a wider dtype")
 
     @property
     def eps(self) -> float:

@@ -295,6 +295,17 @@ def mean_of_means(model, batch):
     return jfsdp.Loss(losses.sum() / batch["mask"].sum() * len(losses), len(losses))
 
 
+def by_device_count(model, batch):
+    loss = squares(model, batch)
+    return jfsdp.Loss(loss.total / jax.device_count(), loss.weight)
+
+
+def nearly_right(model, batch):
+    """A sum of a device's rows that is off by 1e-5."""
+    loss = squares(model, batch)
+    return jfsdp.Loss(loss.total * (1 - 1e-5 * (len(batch["x"]) < ROWS)), loss.weight)
+
+
 def mean_with_weight_one(model, batch):
     losses = row_losses(model(batch["x"]), batch)
     return jfsdp.Loss(losses.sum() / batch["mask"].sum(), 1.0)
@@ -740,6 +751,8 @@ FAULTS = [
         of(loss_fn=contrastive_of_all_rows, wide=False),
         ("backward", "detached"),
     ),
+    Fault("loss: divided by jax.device_count()", of(loss_fn=by_device_count), ("factor",), quick=True),
+    Fault("loss: 0.99999 of a device's sum", of(loss_fn=nearly_right), ("factor",)),
     Fault("loss: a mean is added to a sum", of(loss_fn=mean_in_sum), ("forward", "factor"), quick=True),
     Fault("loss: of each device's last token", with_tokens(Net, last_token), ("coupled-tokens",)),
     Fault("loss: pairs of neighbouring rows, torn by microbatches", of(loss_fn=pairs, accumulate=2), ("coupled-rows",)),

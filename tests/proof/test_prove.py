@@ -3,6 +3,7 @@
 import itertools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -129,6 +130,15 @@ def test_bfloat16_is_compared_by_the_effect_of_its_rounding(scale, status):
 def test_a_batch_is_checked_before_a_model_is_made(rows, error, name):
     with pytest.raises(error, match=name):
         jfsdp.prove(lambda rngs: pytest.fail("a model was made"), mean, optax.sgd(0.1), rows)
+
+
+def test_callbacks_of_the_host_are_refused():
+    def counted(model, rows):
+        loss = sums(model, rows)
+        return jfsdp.Loss(jax.pure_callback(lambda x: x, loss.total, loss.total), loss.weight)
+
+    with pytest.raises(ValueError, match="pure_callback"):
+        jfsdp.prove(Lookup, counted, optax.sgd(0.1), batch())
 
 
 def test_adapters_are_refused():
