@@ -52,9 +52,11 @@ class Prove(Reporting, ShardingOptions):
     def run(self) -> int:
         from jfsdp.proof import jobs
         from jfsdp.proof.cases import STRATEGIES
+        from jfsdp.proof.prove import resolve_mesh
 
         jobs.check_options(self)
         _simulate(self.devices)
+        mesh = resolve_mesh(dict(self.mesh)) if self.mesh else None
         job = load_job(self.model, self.factory).with_config(**dict(self.model_config))
         job, changed = (job, {}) if self.whole else jobs.cut_to_size(job)
         accumulate = [self.accumulate] if self.accumulate else [1, 2]
@@ -67,7 +69,7 @@ class Prove(Reporting, ShardingOptions):
         }
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(ShardingOptions)}
         options = ShardingOptions(**fields | {"mesh": (), "strategy": "full_shard", "accumulate": 1, "remat": "none"})
-        num_devices = math.prod(dict(self.mesh).values()) if self.mesh else self.devices
+        num_devices = math.prod(mesh.values()) if mesh else self.devices
         batch = jobs.random_batch(job, num_devices * max(accumulate), self.seq_len or jobs.tokens_of(job))
         console = make_console()
         if changed and not self.json:
@@ -75,7 +77,7 @@ class Prove(Reporting, ShardingOptions):
         with self.phases() as report:
             show = lambda one: report(f"{one.case.name}: {one.status}")  # noqa: E731
             given = {"batch": batch, "every": self.all, "steps": self.steps, "on_case": show}
-            proof = jobs.prove_job(options, job, columns, [dict(self.mesh)] if self.mesh else None, **given)
+            proof = jobs.prove_job(options, job, columns, [mesh] if mesh else None, **given)
 
         def print_proof() -> None:
             num, refused = (sum(one.status == status for one in proof.cases) for status in ("equal", "refused"))

@@ -23,8 +23,9 @@ import optax
 from jax.sharding import Mesh
 
 from jfsdp.arguments import Count, checked
+from jfsdp.layout import strategy as strategies
 from jfsdp.layout.cuts import AxisRules
-from jfsdp.layout.mesh import EXPERT, PIPE, make_mesh
+from jfsdp.layout.mesh import EXPERT, PIPE, check_sizes, make_mesh, resolve_sizes
 from jfsdp.layout.placements import Placements
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.select import Selectors
@@ -183,9 +184,25 @@ def _host() -> Any:
 
 
 def make_case_mesh(case: Case) -> Mesh:
-    """Return the mesh of a case, over the first devices of this process."""
-    num_devices = math.prod(size for _, size in case.mesh)
-    return make_mesh(**{"fsdp": 1, **dict(case.mesh)}, devices=jax.devices()[:num_devices])  # type: ignore[arg-type]
+    """Return the mesh of a case, over the first devices of this process; -1 is the rest of them."""
+    sizes = resolve_mesh(dict(case.mesh))
+    return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])  # type: ignore[arg-type]
+
+
+def resolve_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of a mesh of at most this process's devices.
+
+    Raises:
+      ValueError: for unknown axes, sizes below 1 other than one -1, and too few devices.
+    """
+    check_sizes(sizes := {"fsdp": 1, **sizes})
+    num, least = jax.device_count(), math.prod(size for size in sizes.values() if size > 0)
+    if least > num:
+        raise ValueError(
+            f"mesh {dict(sizes)} needs {least} devices, and there are {num}; change the sizes, or simulate more with "
+            f"--devices {least}, or XLA_FLAGS=--xla_force_host_platform_device_count={least} before JAX starts"
+        )
+    return resolve_sizes(sizes, num if -1 in sizes.values() else least)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -217,7 +234,17 @@ class Subject:
         every: bool = False,
         on_case: Callable[[Proved], None] = lambda proved: None,
     ) -> Proof:
-        """Prove the cases of some columns; `columns["program"]` may be None, as in `prove`."""
+        """Prove the cases of some columns; `columns["program"]` may be None, as in `prove`.
+
+        Raises:
+          ValueError: for meshes and strategies that do not exist, and for an empty list of values.
+        """
+        meshes = None if meshes is None else [resolve_mesh(sizes) for sizes in meshes]
+        if empty := [name for name, x in {**columns, "meshes": meshes}.items() if x is not None and not x]:
+            raise ValueError(f"prove: {empty[0]} is empty, so there is no case; pass at least one value")
+        for name in columns["strategy"]:
+            if isinstance(name, str | int) and name not in {**strategies.STRATEGIES, **strategies.OTHER_NAMES}:
+                strategies.get_strategy(name, {})  # raises
         with jax.enable_x64(self.wide), jax.default_matmul_precision("highest"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             one = self._refer()
