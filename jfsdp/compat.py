@@ -120,10 +120,18 @@ def describe_topology(topology: str, config: str) -> Any:
 
 
 def read_trace(file: Any) -> Iterator[tuple[str, str, str, int, int, dict[str, Any]]]:
-    """Yield plane, line, name, begin and end in ns, and stats of each event of an xplane.pb."""
+    """Yield plane, line, name, begin and end in ns, and stats of each event of an xplane.pb.
+
+    Raises:
+      ValueError: for a file that is cut short.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # types of jaxlib have no __module__ (0.12)
-        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+        try:
+            data = jax.profiler.ProfileData.from_file(str(file))
+        except RuntimeError as error:
+            raise ValueError(f"{file} is no complete trace ({error}); trace again") from error
+        for plane in data.planes:
             for line in plane.lines:
                 for event in line.events:
                     begin, length = int(event.start_ns), int(event.duration_ns)

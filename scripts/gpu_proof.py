@@ -34,6 +34,7 @@ import numpy as np
 
 from jfsdp import checkpoint
 from jfsdp.cli.console import GIB
+from jfsdp.cli.profile import ROWS
 from jfsdp.float8 import check_devices
 from jfsdp.launch.runtime import plain_warnings, start_jax
 from jfsdp.layout.mesh import make_mesh, num_data_shards
@@ -193,7 +194,7 @@ class Checks:
         found = read_profile(self.traces)[0]
         waited, num = found.seconds["exposed_s"], len(self.devices)
         share = f"{found.hidden_s / total:.0%} of communication hidden" if (total := found.hidden_s + waited) else ""
-        parts = ", ".join(f"{name.removesuffix('_s')} {1e3 * value:.1f} ms" for name, value in found.seconds.items())
+        parts = ", ".join(f"{ROWS[name]} {1e3 * value:.1f} ms" for name, value in found.seconds.items() if value)
         if not self.is_gpu:
             share = "simulated devices share cores, so nothing is hidden"
         return f"{parts}; {share or f'no communication on {num} device'}", dataclasses.asdict(found)
@@ -325,6 +326,8 @@ def main(argv: Sequence[str]) -> int:
             if not has_nvidia_driver() and "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
                 jax.config.update("jax_platforms", "cpu")
                 jax.config.update("jax_num_cpu_devices", SIMULATED)
+            if options.model or options.factory:
+                find_planned_job(options)  # whose errors are those of the command
             results = run_checks(Checks(options, Path(traces)), options.minutes, _show)
     except (MissingExtra, ValueError) as error:
         print(f"gpu_proof.py: error: {describe_error(error, ProofOptions)}", file=sys.stderr)

@@ -9,7 +9,6 @@ from typing import Annotated
 import tyro
 
 from jfsdp.cli.console import BROKEN, Reporting, make_console
-from jfsdp.layout.mesh import SENT_AXES
 from jfsdp.trainer.help_groups import option
 from jfsdp.trainer.options import Count, Real, StepOptions, as_options, optional
 
@@ -44,7 +43,6 @@ class AuditProgram(Reporting, StepOptions):
         module = read_module(Path(self.hlo).expanduser())
         planned = shard_planned(self, num_devices=module.num_partitions or 1)
         spec = planned.step.resolve(planned.batch)
-        needs_trace = planned.model.layout.num_shards(SENT_AXES) > 1 or self.matmul is not None
         reason = as_options(spec.reason)
         report = audit(
             module,
@@ -53,7 +51,7 @@ class AuditProgram(Reporting, StepOptions):
             min_overlap=self.min_overlap,
             gpus_per_node=self.gpus_per_node,
             spec=spec,
-            trace=planned.step.read_trace(planned.step.abstract_state(), planned.batch) if needs_trace else None,
+            trace=planned.step.read_trace(planned.step.abstract_state(), planned.batch),
         )
         text = f"with these options the program is {spec.program}: {reason}\n{report}"
         program = {"program": spec.program, "reason": reason}

@@ -125,7 +125,8 @@ def main(args: Sequence[str] | None = None) -> int:
             reason = str(error).partition("\n")[0]
             error = ValueError(f"out of memory ({reason}); process less at a time")
         places = traceback.extract_tb(error.__traceback__)
-        if isinstance(error, TypeError) and places[-1].filename != arguments.__file__:
+        is_type = isinstance(error, TypeError) and not isinstance(error, ValueError)
+        if is_type and places[-1].filename != arguments.__file__:
             raise  # not the type of an argument, but an error of a user's job, for example
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise

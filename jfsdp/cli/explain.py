@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.text import Text
 
 from jfsdp.cli.console import Reporting, make_console, make_table, print_verdict
+from jfsdp.cli.report import short
 from jfsdp.float8 import TOKENS
 from jfsdp.layout.layout import Layout, num_parameters
 from jfsdp.layout.lint import LayoutWarning, advise
@@ -133,7 +134,7 @@ def _values(values: list[dict[str, Any]], program: str) -> Any:
     for value in values:
         split = [f"dim {dim} over {' x '.join(axes)}" for dim, axes in enumerate(value["split"]) if axes]
         shape, sums = " ".join(map(str, value["shape"])), ", ".join(value["unreduced"])
-        table.add_row(value["source"], value["dtype"], shape, ", ".join(split) or "-", sums)
+        table.add_row(short(value["source"]), value["dtype"], shape, ", ".join(split) or "-", sums)
     return table
 
 

@@ -19,7 +19,7 @@ from jfsdp.trainer.options import StepOptions
 from jfsdp.trainer.recipes import with_fields
 from jfsdp.trainer.run.directory import read_config
 
-_ROWS = {**CLOCK, "idle_s": "idle"}
+ROWS = {**CLOCK, "idle_s": "idle"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,8 @@ class ProfileRun(Reporting):
 
     def run(self) -> int:
         run_dir = Path(self.run_dir).expanduser()
+        if not run_dir.is_dir():
+            raise ValueError(f"{run_dir} is not a directory; pass the directory of a run")
         profiles = read_profile(run_dir / "profile")
         found = {"devices": [dataclasses.asdict(one) for one in profiles], **_plan(run_dir)}
         self.report(found, lambda: _print(found))
@@ -44,7 +46,8 @@ def _plan(run_dir: Path) -> dict[str, Any]:
     from jfsdp.plan.jobs import plan_job
 
     try:
-        stored = read_config(run_dir)
+        if "devices" not in (stored := read_config(run_dir)):
+            raise ValueError(f"{run_dir} has no config.json with the devices of the run")
         kind, nodes, per_node = stored["devices"]
         if (gpu := gpu_of_device(kind)) is None:
             raise ValueError(f"the devices of the run are {kind}, an unknown GPU")
@@ -53,15 +56,16 @@ def _plan(run_dir: Path) -> dict[str, Any]:
         with without_plugin_chatter():
             clock = plan_job(with_fields(usual, fields, "config.json"), Cluster(gpu, nodes, per_node)).timeline
     except Exception as error:  # the profile is printed anyway
-        return {"planned": None, "planned_hidden_s": 0.0, "not_planned": f"{type(error).__name__}: {error}"}
+        reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return {"planned": None, "planned_hidden_s": 0.0, "not_planned": reason}
     return {"planned": clock.critical, "planned_hidden_s": clock.wire_s - clock.exposed_s, "not_planned": ""}
 
 
 def _print(found: dict[str, Any]) -> None:
     devices, planned, console = found["devices"], found["planned"] or {}, make_console()
-    parts = {name: statistics.mean(one["seconds"].get(name, 0.0) for one in devices) for name in _ROWS}
+    parts = {name: statistics.mean(one["seconds"].get(name, 0.0) for one in devices) for name in ROWS}
     totals = sum(parts.values()), sum(planned.values())
-    rows = [(title, parts[name], planned.get(name, 0.0)) for name, title in _ROWS.items()]
+    rows = [(title, parts[name], planned.get(name, 0.0)) for name, title in ROWS.items()]
     hidden_s = statistics.mean(one["hidden_s"] for one in devices)
     rows += [("total", *totals), ("hidden communication", hidden_s, found["planned_hidden_s"])]
     numbers = ("measured, ms", "share", *["planned, ms"] * bool(planned))
@@ -70,6 +74,6 @@ def _print(found: dict[str, Any]) -> None:
         cells = f"{1e3 * measured_s:.1f}", f"{measured_s / totals[0]:.1%}", f"{1e3 * planned_s:.1f}"
         table.add_row(title, *cells[: len(numbers)])
     counted = f"{devices[0]['num_steps']} steps, counted by {devices[0]['counted_by']}"
-    console.print(f"{counted}, on {len(devices)} devices\n", table)
+    console.print(f"{counted}, on {len(devices)} device{'s' * (len(devices) > 1)}\n", table)
     if found["not_planned"]:
         console.print(f"no plan: {found['not_planned']}")

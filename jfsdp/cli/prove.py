@@ -80,11 +80,8 @@ class Prove(Reporting, ShardingOptions):
             proof = jobs.prove_job(options, job, columns, [mesh] if mesh else None, **given)
 
         def print_proof() -> None:
-            num, refused = (sum(one.status == status for one in proof.cases) for status in ("equal", "refused"))
-            verdict = f"{num} of {len(proof.cases)} cases equal one device" + f", {refused} refused" * bool(refused)
-            word = "EQUAL" if proof.is_ok else "REFUSED" if refused == len(proof.cases) else "DIFFERS"
-            print_verdict(console, proof.is_ok, word, verdict)
-            console.print(str(proof), soft_wrap=True)
+            print_verdict(console, proof.is_ok, *proof.verdict)
+            console.print(*proof.lines(), sep="\n", soft_wrap=True)
 
         self.report({"model": job.name, "config": changed} | proof.to_dict(), print_proof)
         return 0 if proof.is_ok else BROKEN

@@ -40,11 +40,11 @@ def print_plan(
     console = make_console()
     host_bytes = plan.memory.host_bytes * plan.cluster.gpus_per_node
     print_fit(console, plan.needed_bytes, plan.limit_bytes, host_bytes=host_bytes)
+    for found in plan.miscompiles:
+        console.print(f"miscompiled: {found.trap}: {found.message}{f' ({short(found.source)})' * bool(found.source)}\n")
     print_facts(console, _facts(plan, job, verbose) | dict(outlook))
     console.print("", _memory(plan, verbose), "", _communication(plan, verbose))
     console.print(_ratios(plan), "", _time(plan), sep="\n")
-    for found in plan.miscompiles:
-        console.print(f"miscompiled: {found.trap}: {found.message}{f' ({found.source})' * bool(found.source)}")
     for x in plan.ledger.unknown:
         console.print(f"belongs to no parameter: {x.kind} {x.dtype} {x.total_bytes / GB:.3f} GB {short(x.source)}")
     print_advice(console, advice, plan.limit_bytes, plan.cluster.nodes, plan.limit_bytes - plan.needed_bytes)

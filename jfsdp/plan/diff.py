@@ -23,10 +23,11 @@ def read_plan(path: str) -> dict[str, Any]:
         found = json.loads(Path(path).expanduser().read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"--diff {path}: {error}; pass a file that `jfsdp plan --json` wrote") from error
-    if not isinstance(found, dict) or not {"job", "memory", "collectives", "options"} <= found.keys():
+    found = found if isinstance(found, dict) else {}
+    if missing := [name for name in ("job", "memory", "collectives", "options") if name not in found]:
         raise ValueError(
-            f"--diff {path}: has no plan of a compiled step; write it with `jfsdp plan --json`, without --analytic, "
-            "--search, --inference and --diff"
+            f"--diff {path}: a plan of a compiled step has {missing[0]!r}; write the file again with this version of "
+            "`jfsdp plan --json`, without --analytic, --search, --inference and --diff"
         )
     return found
 

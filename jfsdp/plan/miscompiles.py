@@ -176,7 +176,7 @@ MISCOMPILES = (
     ),
     Miscompile(
         "narrow-sum",
-        "every version (seen in 0.10.2 and 0.12)",
+        "seen in JAX 0.10.2 to 0.12",
         "the sum is rounded, or overflows, in 8 bits at every step of the collective",
         "exchange codes and sum them in float32, as reduce_wire of MixedPrecisionPolicy does",
         "",
@@ -184,7 +184,7 @@ MISCOMPILES = (
     ),
     Miscompile(
         "dropped-gradient",
-        "every version (seen in 0.10.2 and 0.12)",
+        "seen in JAX 0.10.2 to 0.12",
         "JAX drops the derivative of these statistics without an error",
         "compute the softmax without return_residual, or use jfsdp.attention, which merges parts with a derivative; "
         "apply jax.lax.stop_gradient to statistics that are only logged",
@@ -193,7 +193,7 @@ MISCOMPILES = (
     ),
     Miscompile(
         "ragged-overlap",
-        "seen in 0.10 and 0.11",
+        "seen in JAX 0.10 and 0.11",
         "wrong values in the first backward on a GPU",
         "disable the latency-hiding scheduler (xla_gpu_enable_latency_hiding_scheduler=False), or use jfsdp.experts",
         "marin-community/marin#8077",

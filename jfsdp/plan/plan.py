@@ -208,10 +208,10 @@ class Plan:
 
         Args:
           mtbf_s: mean seconds between failures of one node.
-          restart_s: seconds from a failure to the start of the processes. Compiling, and reading the checkpoint at the
-            rate of writing, follow.
+          restart_s: seconds from a failure to the start of the processes. They load the compiled step, and read the
+            checkpoint at the rate of writing.
         """
-        restart_s += self.compiled.compile_s + training.checkpoint_s
+        restart_s += training.checkpoint_s
         mtbf_s /= self.cluster.nodes
         return Failures(mtbf_s, self.step_s, training.copy_s, training.checkpoint_s, restart_s)
 

@@ -84,18 +84,29 @@ class Proof:
         found = {one.status for one in self.cases}
         return EQUAL in found and not found & {DIFFERS, RAISED}
 
+    @property
+    def verdict(self) -> tuple[str, str]:
+        """EQUAL, DIFFERS or REFUSED, and the number of cases."""
+        num, refused = (sum(one.status == status for one in self.cases) for status in (EQUAL, REFUSED))
+        word = "EQUAL" if self.is_ok else "REFUSED" if refused == len(self.cases) else "DIFFERS"
+        return word, f"{num} of {len(self.cases)} cases equal one device" + f", {refused} refused" * bool(refused)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the proof as plain data."""
         return {"ok": self.is_ok} | dataclasses.asdict(self)
 
     def __str__(self) -> str:
+        return "\n".join(["  ".join(self.verdict), *self.lines()])
+
+    def lines(self) -> list[str]:
+        """Return the dtypes, and a line for each case."""
         width = max((len(one.case.name) for one in self.cases), default=0)
         lines = [f"parameters in {self.dtype}, narrowest dtype in the loss rounds by {self.eps:.1e}{self.note}"]
         for one in self.cases:
             text = one.cause.text if one.cause else f"gradients within {one.worst:.1e}"
             facts = f"{one.cause.name}: {text}" if one.cause and one.status == DIFFERS else text
             lines.append(f"{one.case.name:{width}}  {one.status:7}  {facts}".rstrip())
-        return "\n".join(lines)
+        return lines
 
 
 @checked

@@ -157,7 +157,8 @@ def check_batch(batch: Any, *, shards: int, accumulate: int, num_processes: int)
         if size == 0 or size % (shards * accumulate):
             raise ValueError(
                 f"{name}: dim 0 (size {size}) cannot be split over axes {ROW_AXES} (size {shards}) in "
-                f"{accumulate} microbatches; make the global batch a multiple of {shards * accumulate}"
+                f"{accumulate} microbatches; make the global batch a{' positive' * (size == 0)} multiple of "
+                f"{shards * accumulate}"
             )
         first = first or (name, size)
         if size != first[1]:

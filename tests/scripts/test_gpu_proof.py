@@ -26,7 +26,7 @@ def test_a_step_is_measured_and_profiled(proof):
     text, data = proof.measure()
     assert "no plan for these devices" in text and data["step_s"] > 0 and data["peak_bytes"] is None
     text, data = proof.profile()
-    assert data["num_steps"] >= 1 and data["seconds"]["matmul_s"] > 0 and "matmul" in text
+    assert data["num_steps"] >= 1 and data["seconds"]["matmul_s"] > 0 and "matrix products" in text
 
 
 @pytest.mark.parametrize("name", ["attention", "offload", "race"])
@@ -82,3 +82,5 @@ def test_the_report_has_every_check_and_goes_on_after_a_failure(tmp_path, monkey
 def test_a_directory_that_is_not_there_is_refused(capsys):
     assert main(["--directory", "/nowhere"]) == 2
     assert "--directory /nowhere" in capsys.readouterr().err
+    assert main(["--directory", ".", "--model", "nope"]) == 2
+    assert "'nope'" in capsys.readouterr().err
