@@ -184,15 +184,15 @@ TENSOR = {"cuts": {"**.up.kernel": (1, "tensor"), "**.up.bias": (0, "tensor"), "
 @pytest.mark.parametrize(
     ("model", "sizes", "options", "step_options"),
     [
-        ("nnx", {"fsdp": 1}, {}, {"accumulate": 4}),
+        pytest.param("nnx", {"fsdp": 1}, {}, {"accumulate": 4}, marks=pytest.mark.proof),
         ("nnx", {"fsdp": 8}, {}, {"accumulate": 2}),
         ("nnx", {"fsdp": 4}, {"remat": "dots"}, {"program": "xla"}),
-        ("nnx", {"replica": 2, "fsdp": 2}, {"remat": "none"}, {}),
+        pytest.param("nnx", {"replica": 2, "fsdp": 2}, {"remat": "none"}, {}, marks=pytest.mark.proof),
         ("nnx", {"fsdp": 2, "tensor": 2}, TENSOR, {}),
         ("nnx", {"fsdp": 2, "context": 2}, {}, {"check_loss": False}),
         ("nnx", {"fsdp": 2, "pipe": 2}, {}, {"accumulate": 2}),
         ("linen", {"fsdp": 4}, {}, {"accumulate": 2}),
-        ("linen", {"fsdp": 4}, {}, {"program": "xla"}),
+        pytest.param("linen", {"fsdp": 4}, {}, {"program": "xla"}, marks=pytest.mark.proof),
     ],
 )
 def test_results_do_not_depend_on_mesh_and_microbatches(model, sizes, options, step_options):

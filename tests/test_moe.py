@@ -137,12 +137,15 @@ MESHES = {
 }
 
 
-WHOLE = [
-    pytest.param(name, None, id=f"{name}-whole", marks=[pytest.mark.proof] * (name != "tokens")) for name in MESHES
+QUICK = ("fsdp expert", "replicas accumulated", "tensor remat", "kept by half", "tokens")
+CASES = [
+    pytest.param(name, capacity, id=name + end, marks=[pytest.mark.proof] * (name not in quick))
+    for capacity, end, quick in ((1.0, "", QUICK), (None, "-whole", ("tokens",)))
+    for name in MESHES
 ]
 
 
-@pytest.mark.parametrize(("name", "capacity"), [*[pytest.param(name, 1.0, id=name) for name in MESHES], *WHOLE])
+@pytest.mark.parametrize(("name", "capacity"), CASES)
 def test_loss_and_gradients_equal_a_loop_over_tokens(name, capacity):
     sizes, accumulate, arguments = MESHES[name]
     rows, loss, grads, lost = reference(capacity, accumulate)
@@ -162,7 +165,13 @@ def test_loss_and_gradients_equal_a_loop_over_tokens(name, capacity):
 
 
 @pytest.mark.parametrize(
-    "sizes", [{"fsdp": 8}, {"fsdp": 2, "expert": 4}, {"replica": 2, "fsdp": 2, "expert": 2}], ids=str
+    "sizes",
+    [
+        pytest.param({"fsdp": 8}, marks=pytest.mark.proof),
+        {"fsdp": 2, "expert": 4},
+        pytest.param({"replica": 2, "fsdp": 2, "expert": 2}, marks=pytest.mark.proof),
+    ],
+    ids=str,
 )
 def test_a_bias_from_counts_is_state_that_is_equal_on_every_mesh(sizes, batch):
     def run(sizes):
@@ -232,6 +241,7 @@ def linen_loss(model, batch):
     return jfsdp.Loss(jnp.sum(each), jnp.sum(jnp.ones_like(each)))
 
 
+@pytest.mark.proof
 def test_weights_and_gradients_in_eight_bits_equal_one_device_that_rounds_alike(batch):
     rows = {name: x.astype(np.float32) for name, x in batch.items()}
 
@@ -246,6 +256,7 @@ def test_weights_and_gradients_in_eight_bits_equal_one_device_that_rounds_alike(
     assert run({"fsdp": 2, "expert": 4}, **summed) == pytest.approx(run({"fsdp": 1}), rel=5e-3)
 
 
+@pytest.mark.proof
 def test_states_of_reduced_rank_are_split_like_experts(batch):
     def run(sizes):
         model, tx = sharded(sizes), optax.adafactor(1e-2, min_dim_size_to_factor=1)

@@ -137,7 +137,7 @@ def prove(
     Compares the loss, every gradient, and after `steps` steps every parameter, array of the optimizer's state and array
     of the model's state. The reference is the unmodified model with `jax.grad` and optax. What counts as equal is
     measured: 16 times the effect of one rounding error in each parameter; beyond 1 % of the norm, 4 times. A model that
-    computes in bfloat16 is compared to some 10 %. Run it on simulated devices
+    computes in bfloat16 is compared to 5 to 50 %. Run it on simulated devices
     (`XLA_FLAGS=--xla_force_host_platform_device_count=8`), with a small model in float32 or float64.
 
     Random keys in the model's state draw the same bits everywhere in program "manual", where dropout masks of devices
