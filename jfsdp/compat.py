@@ -130,7 +130,7 @@ def read_trace(file: Any) -> Iterator[tuple[str, str, str, int, int, dict[str, A
         try:
             data = jax.profiler.ProfileData.from_file(str(file))
         except RuntimeError as error:
-            raise ValueError(f"{file} is no complete trace ({error}); trace again") from error
+            raise ValueError(f"{file} is not a complete trace ({error}); trace again") from error
         for plane in data.planes:
             for line in plane.lines:
                 for event in line.events:

@@ -252,7 +252,7 @@ class Subject:
         """
         meshes = None if meshes is None else [resolve_mesh(sizes) for sizes in meshes]
         if empty := [name for name, x in {**columns, "meshes": meshes}.items() if x is not None and not x]:
-            raise ValueError(f"prove: {empty[0]} is empty, so there is no case; pass at least one value")
+            raise ValueError(f"prove: {empty[0]} is empty; pass at least one value")
         for name in columns["strategy"]:
             if isinstance(name, str | int) and name not in {**strategies.STRATEGIES, **strategies.OTHER_NAMES}:
                 strategies.get_strategy(name, {})  # raises
