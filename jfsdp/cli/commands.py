@@ -31,6 +31,7 @@ from jfsdp.cli.plan import PlanJob
 from jfsdp.cli.profile import ProfileRun
 from jfsdp.cli.prove import Prove
 from jfsdp.launch.runtime import plain_warnings
+from jfsdp.train.step import loss
 from jfsdp.trainer.help_groups import read_command
 from jfsdp.trainer.option_errors import check_known
 from jfsdp.trainer.options import ShardingOptions, StepOptions, describe_error
@@ -125,9 +126,8 @@ def main(args: Sequence[str] | None = None) -> int:
             reason = str(error).partition("\n")[0]
             error = ValueError(f"out of memory ({reason}); process less at a time")
         places = traceback.extract_tb(error.__traceback__)
-        is_type = isinstance(error, TypeError) and not isinstance(error, ValueError)
-        if is_type and places[-1].filename != arguments.__file__:
-            raise  # not the type of an argument, but an error of a user's job, for example
+        if isinstance(error, TypeError) and places[-1].filename not in (arguments.__file__, loss.__file__):
+            raise  # not the type of an argument or of a loss, but an error of a user's job, for example
         if isinstance(error, RuntimeError) and "Unable to initialize backend" not in str(error):
             raise
         message = describe_error(error, ShardingOptions if isinstance(kind, dict) else kind)

@@ -54,10 +54,6 @@ class Loss(NamedTuple):
     aux: dict[str, Any] | None = None
 
 
-class LossTypeError(TypeError, ValueError):
-    """A loss function returns a wrong type; commands print it as an error of the user's arguments."""
-
-
 def as_loss(value: Any) -> Loss:
     """Convert the result of a loss function to a `Loss`.
 
@@ -73,18 +69,18 @@ def as_loss(value: Any) -> Loss:
       ValueError: if total, weight or an aux value is not a scalar, or an aux name is reserved.
     """
     if value is None:
-        raise LossTypeError(f"loss_fn: returned None (is its return missing?); return {_LOSS}")
+        raise TypeError(f"loss_fn: returned None (is its return missing?); return {_LOSS}")
     pair = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     given: Any = value if hasattr(value, "total") else Loss(pair[0], 1.0, pair[1])
     extra = getattr(given, "aux", None)
     if not isinstance(extra, Mapping | None):
         kind = "an array" if hasattr(extra, "shape") else f"a {type(extra).__name__}"
-        raise LossTypeError(
-            f"loss_fn: returned a value and aux, which is {kind}; make aux a dict of scalars by name, or return "
-            "jfsdp.Loss(total, weight) for a sum with its weight"
+        raise TypeError(
+            f"loss_fn: aux is {kind}; make it a dict of scalars by name, or, for a sum with its weight, return "
+            "jfsdp.Loss(total, weight)"
         )
     if unnamed := [name for name in extra or {} if not isinstance(name, str)]:
-        raise LossTypeError(f"loss_fn: aux has the key {unnamed[0]!r}; use strings as names of metrics")
+        raise TypeError(f"loss_fn: aux has the key {unnamed[0]!r}; use strings as names of metrics")
     taken = [name for name in extra or {} if name in RESERVED]
     if taken:
         raise ValueError(f"loss_fn: aux names {', '.join(taken)} are names of the step's metrics; rename them")
@@ -96,7 +92,7 @@ def as_loss(value: Any) -> Loss:
             "(such as mask.sum()), or return the scalar mean"
         )
     if not jnp.issubdtype(total.dtype, jnp.floating):
-        raise LossTypeError(f"loss_fn: total has dtype {total.dtype}; a gradient needs a floating loss")
+        raise TypeError(f"loss_fn: total has dtype {total.dtype}; a gradient needs a floating loss")
     loss = Loss(total, weight, {name: _metric(name, x) for name, x in (extra or {}).items()})
     return jax.tree.map(lambda x: x.astype(dtype), loss)
 
@@ -121,9 +117,9 @@ def _array(name: str, value: Any, remedy: str) -> jax.Array:
     try:
         array = jnp.asarray(value)
     except (TypeError, ValueError) as error:
-        raise LossTypeError(f"loss_fn: {name} is a {type(value).__name__}; return {remedy}") from error
+        raise TypeError(f"loss_fn: {name} is a {type(value).__name__}; return {remedy}") from error
     if jnp.iscomplexobj(array):
-        raise LossTypeError(f"loss_fn: {name} has dtype {array.dtype}; return {remedy}")
+        raise TypeError(f"loss_fn: {name} has dtype {array.dtype}; return {remedy}")
     return array
 
 
