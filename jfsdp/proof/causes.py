@@ -159,8 +159,7 @@ class Diagnosis:
             yield Cause("cast", f"{listed}: numbers of {dtype}")
         near = cells.is_sum(self.flat(wanted)) and self._dtype(is_exact=False)
         message = "" if "step 1" not in self._of("loss") else self.run.check_loss()
-        gap = np.linalg.norm(self.flat(given) - self.flat(wanted)) / np.linalg.norm(self.flat(wanted))
-        if near and (not message or self.found[0].error < 0.02 * gap):  # roundings cancel out in the loss
+        if near and (not message or self.found[0].error < 0.02 * self.error):  # roundings cancel out in the loss
             yield Cause("cast", f"{listed}: differ by about the rounding error of {near}")
         if "step 1" not in self._of("loss"):
             share = (np.vdot(self.flat(wanted), self.flat(given)) / np.vdot(self.flat(wanted), self.flat(wanted))).real
@@ -189,6 +188,12 @@ class Diagnosis:
     def flat(self, values: Mapping[str, Any]) -> np.ndarray:
         """Return the gradients that differ as one vector, all if none does."""
         return np.concatenate([np.ravel(values[name]) for name in self.names])
+
+    @property
+    def error(self) -> float:
+        """The norm of the difference of `flat`, divided by that of one device's."""
+        wanted = self.flat(self.wanted)
+        return float(np.linalg.norm(self.flat(self.given) - wanted) / np.linalg.norm(wanted))
 
     def cells(self, *, with_tokens: bool = False) -> Cells:
         """Return the gradients of parts of the first batch on one device.
@@ -226,12 +231,10 @@ class Diagnosis:
                 is_own = np.allclose(factors, one, rtol=1e-3)  # each device has the gradient of its part
                 is_weighted = "step 1" in self._of("loss") and cells.varying(whole / whole.mean()) != [CONTEXT]
                 one = whole if is_weighted or not is_own else one  # other weights on one device: a mean of means
-            error = np.linalg.norm(self.flat(self.given) - self.flat(self.wanted)) / np.linalg.norm(
-                self.flat(self.wanted)
-            )
-            adds_up = cells.is_sum(self.flat(self.wanted), min(_CLOSE, 0.1 * float(error)))
-            if not (adds_up and np.allclose(factors / one, 1, atol=1e-3)):
-                if np.allclose(factors / one, 1, atol=1e-3) and self._has_constant(cells):
+            adds_up = cells.is_sum(self.flat(self.wanted), min(_CLOSE, 0.1 * self.error))
+            are_right = np.allclose(factors / one, 1, atol=1e-3)
+            if not (adds_up and are_right):
+                if are_right and self._has_constant(cells):
                     text = "a part of the loss does not grow with the rows (a mean, a penalty), and counts once"
                     yield Cause("forward", f"{text} for each of {len(factors)} parts; multiply it by the weight")
                 yield _of_factors(factors / one, cells, _list(self.names))
@@ -286,15 +289,15 @@ class Diagnosis:
     def _dtype(self, *, is_exact: bool) -> str:
         """Return the dtype that gradients were rounded to: exactly, or by the size of the difference; "" if none."""
         given, wanted = (np.asarray(self.flat(values), np.float64) for values in (self.given, self.wanted))
-        error = np.linalg.norm(given - wanted) / np.linalg.norm(wanted)
-        for dtype, factor in itertools.product(
-            reversed(_DTYPES), (1.0, self.run.values.weights[0]) if is_exact else ()
-        ):
+        factors = (1.0, self.run.values.weights[0]) if is_exact else ()
+        for dtype, factor in itertools.product(reversed(_DTYPES), factors):
             pair = [factor * x for x in (given, wanted)]
             exact = [np.allclose(x, np.asarray(x.astype(dtype), np.float64), 1e-12, 0) for x in pair]
-            if exact == [True, False] and error < 4 * float(jnp.finfo(dtype).eps):
+            if exact == [True, False] and self.error < 4 * float(jnp.finfo(dtype).eps):
                 return dtype
-        near = [dtype for dtype in _DTYPES[:3] if not is_exact and 0.02 < error / float(jnp.finfo(dtype).eps) < 1.5]
+        near = [
+            dtype for dtype in _DTYPES[:3] if not is_exact and 0.02 < self.error / float(jnp.finfo(dtype).eps) < 1.5
+        ]
         return near[0] if near else ""
 
 

@@ -267,12 +267,8 @@ class Subject:
                 own = dataclasses.replace(self, wide=False).prove(columns, meshes, every=every, on_case=on_case)
                 return dataclasses.replace(own, note=f"; float64 fails: {str(error).splitlines()[0]}")
             programs = columns["program"] or (("manual", "xla") if one.is_sum else ("xla",))
-            fixed = {
-                name: len(x) == 1 and x[0] for name, x in (("program", programs), ("accumulate", columns["accumulate"]))
-            }
-            cut = (
-                [] if fixed["program"] == "xla" or not one.is_sum else [EXPERT, PIPE][: 2 - (fixed["accumulate"] == 1)]
-            )
+            cut = [EXPERT, PIPE] if list(columns["accumulate"]) != [1] else [EXPERT]  # a pipeline has microbatches
+            cut = cut if one.is_sum and list(programs) != ["xla"] else []
             axes = [*self.axes, *self._cut_axes(["tensor", *cut])] if meshes is None else []
             same = {name: same_bits(x) if is_key(x) else x for name, x in one.state.items()}
             alike = dataclasses.replace(one, state=same)
@@ -327,10 +323,9 @@ class Subject:
         try:
             model = self.shard(case, functools.partial(with_weights, reference=reference))
             tx = capture(self.make_tx(model))
-            options = {"program": case.program, "accumulate": case.accumulate, "max_grad_norm": self.max_grad_norm}
-            make_step = functools.partial(
-                model.train_step, self.loss_fn, tx, compiler_options=fast_to_compile(), **options
-            )
+            options: dict[str, Any] = {"program": case.program, "accumulate": case.accumulate}
+            options |= {"max_grad_norm": self.max_grad_norm, "compiler_options": fast_to_compile()}
+            make_step = functools.partial(model.train_step, self.loss_fn, tx, **options)
             run = run_case(model, make_step, tx, reference)
         except Exception as error:  # the other cases run anyway
             place = traceback.extract_tb(error.__traceback__)[-1].filename
