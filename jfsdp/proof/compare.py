@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -144,7 +144,7 @@ def differences(run: Values, one: Values, moved: Values, eps: float) -> list[Dif
       one, moved: the reference, and the reference from parameters that are changed by a rounding error.
       eps: the relative rounding error of the narrowest dtype.
     """
-    found, noise = [], _zero_gradients(one.of("gradient"), moved.of("gradient"), eps)
+    found = []
     for key in ("loss", "gradient", "parameter", "optimizer state", "model state"):
         wanted, given, near = one.of(key), run.of(key), moved.of(key)
         scale = scale_of(wanted) if key in ("gradient", "parameter") else 0.0
@@ -155,23 +155,10 @@ def differences(run: Values, one: Values, moved: Values, eps: float) -> list[Dif
             size, gap = norm(wanted[name]), _gap(given[name], wanted[name])
             effect, small = _gap(near[name], wanted[name]) + eps * size, _MARGIN * eps * 1e-3 * scale
             allowed = min(_MARGIN * effect, max(_MOST * size, _LEAST_MARGIN * effect)) + small
-            if key != "model state" and _leaf_of(name, one.of("gradient")) in noise:
-                allowed = _MARGIN * (effect + size)
             allowed = allowed if jax.numpy.issubdtype(wanted[name].dtype, jax.numpy.inexact) else 0.0
             if not gap <= allowed:
                 found.append(Difference(key, name, gap / size if size else math.inf, allowed / size if size else 0.0))
     return found
-
-
-def _zero_gradients(wanted: Mapping[str, Any], near: Mapping[str, Any], eps: float) -> set[str]:
-    """Return the gradients that are zero except for rounding, as for a bias before a batch norm."""
-    most = min(_MARGIN * eps, _MOST) * scale_of(wanted)
-    return {name for name, x in wanted.items() if norm(x) <= most and _gap(near[name], x) > 0.1 * norm(x)}
-
-
-def _leaf_of(name: str, leaves: Iterable[str]) -> str:
-    """Return the parameter of a parameter's or an optimizer's array."""
-    return max((leaf for leaf in leaves if f".{name}".endswith(f".{leaf}")), key=len, default="")
 
 
 def _gap(one: Any, other: Any) -> float:

@@ -23,12 +23,13 @@ import optax
 from jax.sharding import Mesh
 
 from jfsdp.arguments import Count, checked
-from jfsdp.layout import strategy as strategies
 from jfsdp.layout.cuts import AxisRules
 from jfsdp.layout.mesh import EXPERT, PIPE, check_sizes, make_mesh, resolve_sizes
 from jfsdp.layout.placements import Placements
 from jfsdp.layout.precision import is_key
 from jfsdp.layout.select import Selectors
+from jfsdp.layout.strategy import OTHER_NAMES, get_strategy
+from jfsdp.layout.strategy import STRATEGIES as OWN_NAMES
 from jfsdp.layout.wrapped import WrappedModel
 from jfsdp.modules.adapt import as_model
 from jfsdp.proof.cases import STRATEGIES, Case, choose_cases
@@ -195,9 +196,9 @@ def _host() -> Any:
 
 
 def make_case_mesh(case: Case) -> Mesh:
-    """Return the mesh of a case, over the first devices of this process; -1 is the rest of them."""
-    sizes = resolve_mesh(dict(case.mesh))
-    return make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])  # type: ignore[arg-type]
+    """Return the mesh of a case, over the first devices of this process."""
+    num_devices = math.prod(size for _, size in case.mesh)
+    return make_mesh(**{"fsdp": 1, **dict(case.mesh)}, devices=jax.devices()[:num_devices])  # type: ignore[arg-type]
 
 
 def resolve_mesh(sizes: Mapping[str, int]) -> dict[str, int]:
@@ -254,8 +255,8 @@ class Subject:
         if empty := [name for name, x in {**columns, "meshes": meshes}.items() if x is not None and not x]:
             raise ValueError(f"prove: {empty[0]} is empty; pass at least one value")
         for name in columns["strategy"]:
-            if isinstance(name, str | int) and name not in {**strategies.STRATEGIES, **strategies.OTHER_NAMES}:
-                strategies.get_strategy(name, {})  # raises
+            if isinstance(name, str | int) and name not in {**OWN_NAMES, **OTHER_NAMES}:
+                get_strategy(name, {})  # raises
         with jax.enable_x64(self.wide), jax.default_matmul_precision("highest"), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             one = self._refer()

@@ -134,6 +134,14 @@ def test_without_a_plan_the_reason_is_printed(tmp_path, capsys):
 
 def test_a_run_without_a_trace_is_refused(tmp_path, capsys):
     assert "--profile START:STOP" in refused(capsys, "profile", tmp_path)
+    assert "nowhere" in refused(capsys, "profile", tmp_path / "nowhere")
+
+
+def test_a_trace_that_is_cut_short_is_named(tmp_path, capsys):
+    write_trace(tmp_path / "profile")
+    (file,) = (tmp_path / "profile").rglob("*.xplane.pb")
+    file.write_bytes(file.read_bytes()[:-20])
+    assert str(file) in refused(capsys, "profile", tmp_path)
 
 
 def test_the_trace_of_a_run_has_its_steps(tmp_path, capsys):

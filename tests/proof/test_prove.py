@@ -16,6 +16,7 @@ from jfsdp.proof.cases import STRATEGIES, choose_cases
 from jfsdp.proof.jobs import MOST_PARAMETERS, cut_to_size, num_parameters, random_batch
 from jfsdp.trainer.job import find_job
 from tests.models_small import Lookup
+from tests.refusals import refuses
 
 COLUMNS = {"strategy": STRATEGIES, "program": ("manual", "xla"), "accumulate": (1, 2), "remat": ("none", "full")}
 ONE = {"accumulate": (1,), "reshard_after_forward": (None,), "remat": ("none",)}
@@ -130,6 +131,28 @@ def test_bfloat16_is_compared_by_the_effect_of_its_rounding(scale, status):
 def test_a_batch_is_checked_before_a_model_is_made(rows, error, name):
     with pytest.raises(error, match=name):
         jfsdp.prove(lambda rngs: pytest.fail("a model was made"), mean, optax.sgd(0.1), rows)
+
+
+def test_a_size_of_minus_1_is_the_rest_of_the_devices():
+    options = {"meshes": [{"replica": 2, "fsdp": -1}], "programs": ("manual",), "strategies": ("zero2",), **ONE}
+    (one,) = (proof := jfsdp.prove(Lookup, sums, optax.sgd(0.1), batch(), **options)).cases
+    assert dict(one.case.mesh) == {"replica": 2, "fsdp": 4} and one.status == "equal"
+    assert str(proof).startswith("EQUAL  1 of 1 cases")
+
+
+@pytest.mark.parametrize(
+    ("options", "facts"),
+    [
+        ({"meshes": [{"fsdps": 8}]}, ("fsdps", "replica")),
+        ({"meshes": [{"fsdp": 16}]}, ("16", "8", "--devices")),
+        ({"meshes": [{"fsdp": 0}]}, ("'fsdp': 0",)),
+        ({"meshes": []}, ("meshes",)),
+        ({"strategies": ("zero9",)}, ("zero9", "zero2")),
+    ],
+)
+def test_what_no_case_can_have_is_refused_before_any_case(options, facts):
+    never = lambda case: pytest.fail("a case ran")  # noqa: E731
+    refuses(lambda: jfsdp.prove(Lookup, sums, optax.sgd(0.1), batch(), **options, on_case=never), *facts)
 
 
 def test_callbacks_of_the_host_are_refused():
